@@ -1,9 +1,9 @@
-"""Learning rates for N2, found in one process: what DDP, local and diloco end with, at each rate of a grid.
+"""Learning rates for N2, found in one process: what DDP, local, diloco and streaming end with, at rates of a grid.
 
 python bench/links_rates.py [--task teacher|text] [--seeds 2] [--steps 450] [--out FILE] [NAME:RATE ...]
 
-NAME is `ddp`, `local:STEPS` or `diloco:STEPS`. Four models stand for four ranks. There is no network, so nothing here
-depends on what else the machine does.
+NAME is `ddp`, `local:STEPS`, `diloco:STEPS` or `streaming:STEPS:FRAGMENTS`. Four models stand for four ranks. There is
+no network, so nothing here depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -23,22 +23,27 @@ import harness
 import torch
 from links_loss import BATCH, NUM_VALID, TRAINED, Trained, falling, loss
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from evenstep.plan import parse_link
+from evenstep.plan import LinkMethod, parse_link
 
 RANKS = 4
-OUTER: dict[str, dict[str, Any]] = {"local": {"lr": 1.0}, "diloco": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}
+RATE, MOMENTUM = 0.7, 0.9
+DILOCO = {"lr": RATE, "momentum": MOMENTUM, "nesterov": True}
+OUTER: dict[str, dict[str, Any]] = {"local": {"lr": 1.0}, "diloco": DILOCO, "streaming": DILOCO}
 GRIDS = {
     "teacher": {
         "ddp": ("2e-3", "4e-3", "6e-3"),
         "local:50": ("2e-3", "4e-3", "6e-3"),
         "diloco:50": ("1e-3", "2e-3", "4e-3"),
+        "streaming:50:4": ("1e-3", "2e-3", "4e-3"),
     },
     "text": {
         "ddp": ("6e-3", "1e-2", "2e-2"),
         "local:10": ("1e-2", "2e-2", "3e-2"),
         "local:25": ("1e-2", "2e-2"),
         "diloco:10": ("2e-3", "5e-3"),
+        "streaming:10:4": ("5e-3", "1e-2", "2e-2"),
     },
 }
 
@@ -53,17 +58,61 @@ def final_loss(trained: Trained, entry: str, seed: int, num_steps: int) -> float
     inner = [torch.optim.AdamW(rank.parameters(), lr=float(rate)) for rank in ranks]
     schedules = [falling(one, num_steps) for one in inner]
     outer = torch.optim.SGD(shared.parameters(), **OUTER[method.name])
+    fragments = Fragments(shared, ranks, method)
     for number, parts in enumerate(_batches(trained, seed, num_steps, len(ranks)), 1):
         for rank, optimizer, schedule, part in zip(ranks, inner, schedules, parts, strict=True):
             loss(rank, part).backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        if number % method.num_steps == 0 or number == num_steps:
+        if method.is_streaming:
+            fragments.exchange(number, is_last=number == num_steps)
+        elif number % method.num_steps == 0 or number == num_steps:
             _end_round(shared, ranks, inner, outer)
     x, y = trained.columns()
     with torch.no_grad():
         return loss(shared, (x[:NUM_VALID], y[:NUM_VALID])).item()
+
+
+class Fragments:
+    """Those of `streaming`: each is exchanged in turn, and merged when the next one is sent."""
+
+    def __init__(self, shared: Any, ranks: list[Any], method: LinkMethod) -> None:
+        self.shared, self.ranks, self.method = shared, ranks, method
+        self.found = parameters_to_vector(shared.parameters()).detach().clone()
+        self.momentum = torch.zeros_like(self.found)
+        self.sent: tuple[slice, Tensor] | None = None
+
+    @torch.no_grad()
+    def exchange(self, step: int, is_last: bool) -> None:
+        number, size = self.method.fragment_after(step), len(self.found)
+        if number is not None or is_last:
+            self._receive()
+        if is_last:
+            mean = self._mean()
+            for rank in self.ranks:
+                vector_to_parameters(mean.clone(), rank.parameters())
+        if number is not None:
+            part = slice(*(size * one // self.method.num_fragments for one in (number, number + 1)))
+            self.sent = part, self._mean()[part]
+        if is_last:
+            self._receive()
+            vector_to_parameters(self._mean(), self.shared.parameters())
+
+    def _mean(self) -> Tensor:
+        return torch.stack([parameters_to_vector(rank.parameters()) for rank in self.ranks]).mean(0)
+
+    def _receive(self) -> None:
+        if self.sent is None:
+            return
+        (part, mean), self.sent = self.sent, None
+        gradient = self.found[part] - mean
+        self.momentum[part] = MOMENTUM * self.momentum[part] + gradient
+        self.found[part] -= RATE * (gradient + MOMENTUM * self.momentum[part])
+        for rank in self.ranks:
+            weights = parameters_to_vector(rank.parameters())
+            weights[part] = (weights[part] + self.found[part]) / 2
+            vector_to_parameters(weights, rank.parameters())
 
 
 def _batches(trained: Trained, seed: int, num_steps: int, num_ranks: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -104,7 +153,8 @@ def main() -> None:
         each = ", ".join(f"{one:.4f}" for one in found[entry])
         print(f"{given.task}, {steps} steps, {entry:<16} {fmean(found[entry]):.4f} ({each})", flush=True)
     if given.out:
-        harness.write(given.out, f"python bench/links_rates.py --task {given.task} --steps {steps}", found)
+        command = f"python bench/links_rates.py --task {given.task} --steps {steps}"
+        harness.write(given.out, " ".join([command, *given.entries]), found)
 
 
 if __name__ == "__main__":

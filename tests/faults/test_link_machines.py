@@ -91,7 +91,7 @@ def test_each_byte_crosses_the_network_once_for_each_machine(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("link", ["local:5", "powersgd:1", "topk:0.2", "bf16"])
+@pytest.mark.parametrize("link", ["local:5", "streaming:4:2", "powersgd:1", "topk:0.2", "bf16"])
 def test_a_lossy_link_continues_after_a_machine_was_lost(tmp_path: Path, link: str) -> None:
     with machines(tmp_path, 2) as (first, second):
         options = [*OPTIONS, "--link", link, "--restarts", "2", "--checkpoint-every", "5"]

@@ -249,6 +249,17 @@ WHOLE = "it must be a whole number, 1 or more"
             "link is 'powersgd'; write none, auto, bf16, powersgd:RANK, topk:FRACTION, local:STEPS",
         ),
         ({"link": "topk:1.5"}, "such as powersgd:2, topk:0.01 or local:50"),
+        (
+            {"link": "streaming:3:4"},
+            "--link streaming:3:4 sends one fragment after a step, and has fewer steps than fragments; write "
+            "streaming:4:4 or streaming:3",
+        ),
+        ({"link": "streaming"}, "diloco:STEPS or streaming:STEPS:FRAGMENTS, such as"),
+        ({"link": "streaming:8:0"}, "link is 'streaming:8:0'; write none"),
+        (
+            {"link": "streaming:8", "strategy": "ddp", "devices": cpus(2), "sync_batchnorm": True},
+            "--link streaming:8 joins no ranks in forward; leave out --sync-batchnorm",
+        ),
         ({"link": "bf16"}, "--link is how ddp sends gradients, and single was given; use --strategy ddp"),
         ({"link": "auto", "strategy": "ddp", "devices": ("cuda:0", "cuda:1")}, "--link auto is for CPU devices"),
         ({"link": "auto", "strategy": "ddp", "virtual_replicas": 4}, "--virtual-replicas sums gradients in one order"),

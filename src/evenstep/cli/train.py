@@ -138,7 +138,8 @@ def train(
         typer.Option(
             metavar="METHOD",
             help="How gradients cross a slow network: none, auto (measures, exact), bf16, powersgd:RANK, "
-            "topk:FRACTION, local:STEPS or diloco:STEPS; default: exact, once for each machine.",
+            "topk:FRACTION, local:STEPS, diloco:STEPS or streaming:STEPS:FRAGMENTS (4 without a number); default: "
+            "exact, once for each machine.",
         ),
     ] = None,
     clip: Annotated[

@@ -211,7 +211,10 @@ class DistributedModel:
     def begin_round(self) -> None:
         """Before the first of several steps that each rank takes alone (`--link local`)."""
 
-    def end_round(self, inner: Sequence[torch.Tensor]) -> None:
+    def exchange_fragment(self, step: int) -> None:
+        """After a step within a round: receive the fragment that is on its way, and send the next (streaming)."""
+
+    def end_round(self, step: int, inner: Sequence[torch.Tensor]) -> None:
         """After the last of them: join what ranks found; `inner` is optimizer state, which becomes its mean."""
 
     def link_state(self) -> dict[str, torch.Tensor]:

@@ -243,6 +243,6 @@ def sent_share(method: LinkMethod, shapes: Sequence[Sequence[int]], num_machines
         # A number and its place, to each other machine; a ring sends every number about twice.
         return method.value * 2 * (num_machines - 1) / (2 * (num_machines - 1) / num_machines)
     if method.is_local:
-        # Parameters, and two averages of an optimizer such as AdamW.
-        return 3 / method.num_steps
+        # Parameters, and two averages of an optimizer such as AdamW, which fragments are sent without.
+        return (1 if method.is_streaming else 3) / method.num_steps
     return 0.5 if method.name == "bf16" else 1.0

@@ -380,9 +380,9 @@ def _linked(model: nn.Module, world: World, link: str | None) -> DistributedMode
     """The model, whose gradients are sent as `--link` has it."""
     method = parse_link(link)
     if method.is_local:
-        from evenstep.strategies.local_sgd import LocalModel
+        from evenstep.strategies.local_sgd import LocalModel, StreamingModel
 
-        return LocalModel(model, world, method)
+        return StreamingModel(model, world, method) if method.is_streaming else LocalModel(model, world, method)
     if method.is_lossy:
         return DDPModel(model, world, _compressed(model, world, method))
     averaging = _averaging(model, world)

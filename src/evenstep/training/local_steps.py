@@ -1,6 +1,7 @@
 """Steps of `--link local:STEPS`: each rank takes its own with its share of the batch, and rounds of them are joined.
 
 Nothing is sent between two ends of a round, not even a loss: those of a round are summed at its end, and known then.
+Those of `--link streaming:STEPS` are sent with every fragment, and known when the next one is sent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from evenstep.data.loader import Batch
 from evenstep.distributed.world import World
 from evenstep.errors import NonFiniteLoss, TaskError
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
+from evenstep.plan import LinkMethod
 from evenstep.training.loss import LossTotal, MeanLoss, StepLogs, means_of
 from evenstep.training.step import Eager, Recipe, Taken
 from evenstep.training.team import Launched
@@ -55,19 +57,62 @@ class LocalStep:
         self.mean = MeanLoss(total / count if count else 0.0, count, self.seconds, dict(logged))
 
 
+class LossSums:
+    """The losses of some steps, and requests, on their way from all ranks."""
+
+    def __init__(self, recipe: Recipe, steps: list[LocalStep], digest: float = 0.0) -> None:
+        """`digest` is a number that must be the same on all ranks."""
+        self._recipe, self._steps = recipe, steps
+        self._logs = [one.own.logs.own_pairs() for one in steps]
+        losses = [number for one in steps for number in (one.own.total, one.own.count)]
+        others = [recipe.team.requests.encode(), digest, digest * digest, any(self._logs)]
+        self._sums = torch.tensor([*others, *losses], dtype=torch.float64)
+        self._work = recipe.team.world.total(self._sums)
+
+    def wait(self) -> None:
+        """From here on, the losses are known, and requests agreed on."""
+        team = self._recipe.team
+        if self._work is not None:
+            self._work.wait()
+        requests, digests, squares, num_logging, *totals = self._sums.tolist()
+        if squares * team.world.size != digests * digests:
+            raise TaskError(
+                "--link local averages the state of the optimizer, and ranks have state of different parameters: some "
+                "rank used a parameter in this round that another did not; leave --link out"
+            )
+        every = team.world.gather(self._logs) if num_logging else [self._logs]
+        for number, one in enumerate(self._steps):
+            total, count = totals[2 * number : 2 * number + 2]
+            one.know(total, count, _logged([of_rank[number] for of_rank in every]))
+        self._refuse_non_finite()
+        team.requests.agree(requests)
+
+    def _refuse_non_finite(self) -> None:
+        first = next((one for one in self._steps if not math.isfinite(one.read())), None)
+        if first is not None:
+            team = self._recipe.team
+            found = NonFiniteMean(
+                float(first.read()), first.step, first.epoch, team.precision.name, first.own.non_finite()
+            )
+            raise NonFiniteLoss(explain(team.world, self._recipe.model, found))
+
+
 class LocalSteps(Eager):
     """Rounds end after every `num_steps` steps of the run, at the end of an epoch, and where `ends_at` is true."""
 
-    def __init__(self, recipe: Recipe, num_steps: int, ends_at: Callable[[int], bool]) -> None:
+    def __init__(self, recipe: Recipe, method: LinkMethod, ends_at: Callable[[int], bool]) -> None:
         super().__init__(recipe)
-        self.lag = num_steps - 1
-        self._num_steps, self._ends_at = num_steps, ends_at
+        self.lag = method.num_steps - 1
+        self._method, self._ends_at = method, ends_at
         self._round: list[LocalStep] = []
+        """Its steps so far, whose losses were not sent yet."""
         self._model = recipe.model
 
     def take(self, batch: Batch) -> Taken:
         began = time.perf_counter()
         recipe, team = self._recipe, self._recipe.team
+        # One that was agreed on at the end of the last round has been saved since.
+        team.requests.save = False
         self._model.begin_round()
         launched = team.launch_local(recipe.loss, self._model, batch, LocalLoss(team.world, batch.num_samples))
         own = self._read(launched)
@@ -75,8 +120,10 @@ class LocalSteps(Eager):
         step = batch.loader.num_finished
         taken = LocalStep(step, batch.span.epoch, own, time.perf_counter() - began)
         self._round.append(taken)
-        if step % self._num_steps == 0 or batch.is_epoch_end or self._ends_at(step):
-            self._end_round()
+        if batch.is_epoch_end or self._ends_at(step):
+            self._end_round(step)
+        else:
+            self._continue_round(step)
         return taken
 
     def _read(self, launched: Launched) -> LocalLoss:
@@ -86,29 +133,14 @@ class LocalSteps(Eager):
         launched.complete(own.late_factor)
         return own
 
-    def _end_round(self) -> None:
-        team, steps = self._recipe.team, self._round
+    def _continue_round(self, step: int) -> None:
+        if step % self._method.num_steps == 0:
+            self._end_round(step)
+
+    def _end_round(self, step: int) -> None:
         tensors = self._inner_tensors()
-        digest = _digest(tensors)
-        logs = [one.own.logs.own_pairs() for one in steps]
-        numbers = [number for one in steps for number in (one.own.total, one.own.count)]
-        sums = torch.tensor([team.requests.encode(), digest, digest * digest, any(logs), *numbers], dtype=torch.float64)
-        work = team.world.total(sums)
-        if work is not None:
-            work.wait()
-        requests, digests, squares, num_logging, *totals = sums.tolist()
-        if squares * team.world.size != digests * digests:
-            raise TaskError(
-                "--link local averages the state of the optimizer, and ranks have state of different parameters: some "
-                "rank used a parameter in this round that another did not; leave --link out"
-            )
-        every = team.world.gather(logs) if num_logging else [logs]
-        for number, one in enumerate(steps):
-            total, count = totals[2 * number : 2 * number + 2]
-            one.know(total, count, _logged([of_rank[number] for of_rank in every]))
-        self._refuse_non_finite()
-        self._model.end_round([tensor for _, tensor in tensors])
-        team.requests.agree(requests)
+        LossSums(self._recipe, self._round, _digest(tensors)).wait()
+        self._model.end_round(step, [tensor for _, tensor in tensors])
         self._round = []
 
     def _inner_tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -121,14 +153,39 @@ class LocalSteps(Eager):
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim
         ]
 
-    def _refuse_non_finite(self) -> None:
-        first = next((one for one in self._round if not math.isfinite(one.read())), None)
-        if first is not None:
-            team = self._recipe.team
-            found = NonFiniteMean(
-                float(first.read()), first.step, first.epoch, team.precision.name, first.own.non_finite()
-            )
-            raise NonFiniteLoss(explain(team.world, self._model, found))
+
+class StreamingSteps(LocalSteps):
+    """Fragments are sent within a round, which ends at the end of an epoch and where `ends_at` is true.
+
+    With each of them goes what was not sent yet of the losses. All of it arrives, and requests are agreed on, when the
+    next fragment is sent: ranks wait for nothing that was sent just now.
+    """
+
+    def __init__(self, recipe: Recipe, method: LinkMethod, ends_at: Callable[[int], bool]) -> None:
+        super().__init__(recipe, method, ends_at)
+        # Of two fragments: one is on its way, and the steps that the next will report are being taken.
+        self.lag = 2 * math.ceil(method.num_steps / method.num_fragments) - 1
+        self._under_way: LossSums | None = None
+
+    def _continue_round(self, step: int) -> None:
+        if self._method.fragment_after(step) is None:
+            return
+        self._receive()
+        if any(self._recipe.team.requests.agreed):
+            # To save or to stop, for which ranks must be equal.
+            self._end_round(step)
+            return
+        self._model.exchange_fragment(step)
+        self._under_way, self._round = LossSums(self._recipe, self._round), []
+
+    def _receive(self) -> None:
+        if self._under_way is not None:
+            sums, self._under_way = self._under_way, None
+            sums.wait()
+
+    def _end_round(self, step: int) -> None:
+        self._receive()
+        super()._end_round(step)
 
 
 def _logged(per_rank: Sequence[Mapping[str, list[list[float]]]]) -> dict[str, float]:

@@ -440,8 +440,11 @@ class Trainer:
         self.pace.add(step.input_seconds, self._compute_seconds, max(0.0, waited))
 
     def _is_compared(self, step: int) -> bool:
-        num_steps = parse_link(self.plan.link).num_steps
-        if num_steps > 1:
+        method = parse_link(self.plan.link)
+        if method.is_streaming:
+            # Wherever something else has made them equal: to do so for this alone would send all weights.
+            return True
+        if (num_steps := method.num_steps) > 1:
             # Replicas are equal at the end of a round.
             every = self.plan.check_every or USUAL["check_every"]
             return step % (math.ceil(every / num_steps) * num_steps) == 0
@@ -455,7 +458,7 @@ class Trainer:
             return True
         if self.replays is not None and self.replays.is_due(step):
             return True
-        return self.replicas is not None and self._is_compared(step)
+        return self.replicas is not None and not parse_link(self.plan.link).is_streaming and self._is_compared(step)
 
     def _messages(self) -> list[str]:
         sources = [self.stepper.messages, *(model.notes for model in self.run.models.values())]
@@ -561,11 +564,12 @@ class Trainer:
     def _usual_stepper(self, recipe: Recipe) -> Stepper:
         method = parse_link(self.plan.link)
         if method.is_local and self.team.world.size > 1:
-            from evenstep.training.local_steps import LocalSteps
+            from evenstep.training.local_steps import LocalSteps, StreamingSteps
 
             if self.task.ema is not None:
                 raise TaskError(f"--link {self.plan.link} has no average of weights (ema) in a round; leave one out")
-            return LocalSteps(recipe, method.num_steps, lambda step: step == self.plan.steps or self._waits_at(step))
+            steps = StreamingSteps if method.is_streaming else LocalSteps
+            return steps(recipe, method, lambda step: step == self.plan.steps or self._waits_at(step))
         if self.plan.statistics is not None:
             from evenstep.training.layer_statistics import InspectedSteps
 

@@ -40,8 +40,8 @@ OUT_OF_MEMORY, AVAILABLE = "out-of-memory-", "available-"
 """Files of each rank in the folder of a probe: it had too little memory; what it had at its start."""
 STEPS = 5
 """The optimizer's state is made in the first; the others are timed."""
-SETTLING_STEPS = 4
-"""The heap of a CPU grows for some steps, until what is freed can be used again."""
+SETTLING_STEPS = STEPS + 1
+"""The heap of a CPU grows for some steps, until what is freed can be used again: not fewer than in a probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,7 @@ def measure_strategy(plan: Plan, task: Task, run_folder: Path, *, accumulate: Se
         mesh=plan.mesh,
         schedule=plan.pipeline_schedule,
     )
+    team.world.communication.link = plan.link
     load_libraries(plan, team)
     held = MemoryMeter(team.world.device).now()
     grown = []

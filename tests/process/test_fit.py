@@ -134,8 +134,6 @@ def fitted(*words: str, **how: Any) -> dict[str, Any]:
             ("cnn", "single", 1, 0.1),
             ("gpt", "tensor", 2, 0.1),
             ("gpt", "pipeline", 2, 0.1),
-            ("gpt", "fsdp", 2, 0.1),
-            ("cnn", "fsdp", 2, 0.1),
         ]
     ),
 )

@@ -133,7 +133,6 @@ def fitted(*words: str, **how: Any) -> dict[str, Any]:
             ("gpt", "ddp", 2, 0.1),
             ("cnn", "single", 1, 0.1),
             ("gpt", "tensor", 2, 0.1),
-            ("gpt", "pipeline", 2, 0.1),
         ]
     ),
 )

@@ -34,7 +34,7 @@ MOMENTUM, GLOBAL = "outer_momentum", "global"
 MESSAGE_NUMBERS = 2**20
 
 
-class Means:
+class MeanOverRanks:
     """The means of tensors over ranks, all messages under way at once; the tensors stay as they are."""
 
     def __init__(self, sums: MachineSum, tensors: Sequence[torch.Tensor]) -> None:
@@ -92,7 +92,7 @@ class LocalModel(RankModel):
 
     def _average(self, tensors: Sequence[torch.Tensor]) -> None:
         """In place."""
-        for tensor, mean in zip(tensors, Means(self._sums, tensors).wait(), strict=True):
+        for tensor, mean in zip(tensors, MeanOverRanks(self._sums, tensors).wait(), strict=True):
             tensor.copy_(mean)
 
     def link_state(self) -> dict[str, torch.Tensor]:
@@ -130,7 +130,7 @@ class StreamingModel(LocalModel):
     def __init__(self, model: nn.Module, world: World, method: LinkMethod) -> None:
         super().__init__(model, world, method)
         self._method = method
-        self._under_way: tuple[Fragment, Means] | None = None
+        self._under_way: tuple[Fragment, MeanOverRanks] | None = None
 
     @torch.no_grad()
     def exchange_fragment(self, step: int) -> None:
@@ -138,7 +138,7 @@ class StreamingModel(LocalModel):
         number = self._method.fragment_after(step)
         if number is not None:
             fragment = self._fragment(number)
-            self._under_way = fragment, Means(self._sums, fragment.moved())
+            self._under_way = fragment, MeanOverRanks(self._sums, fragment.moved())
 
     @torch.no_grad()
     def end_round(self, step: int, inner: Sequence[torch.Tensor]) -> None:

@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 import evenstep
 from evenstep import Scaler, samplers
 from evenstep.audit import audit
-from evenstep.data.dataset import EpochIds
 from evenstep.plan import Plan
 from tests.fleet import furthest, result, run_jobs
 from tests.small_tasks import DATA_KINDS
@@ -187,30 +186,3 @@ def test_the_plan_of_a_run_may_be_resumed_with_other_workers(runs: Path, tmp_pat
     run_jobs(tmp_path, 1, [("on", on, "mlp/adamw/mean/rows")])
     rest = result(tmp_path, "on").record.losses
     assert rest == pytest.approx(result(runs, "cpu/rows").record.losses[-len(rest) :], rel=1e-7)
-
-
-def test_ids_of_an_epoch_are_copied_once_and_are_those_of_each_step() -> None:
-    columns = (torch.arange(1000, device=GPU),)
-    team = evenstep.join("single", ["cuda:0"])
-    loader = team.loader(columns, batch=64)
-    for _ in range(2):
-        places = set()
-        for batch in loader:
-            (micro_batch,) = batch.micro_batches[0]
-            assert micro_batch.rows is not None
-            index = micro_batch.rows.epoch_ids.on_device(micro_batch.ids)
-            places.add(index.untyped_storage().data_ptr())
-            assert index.tolist() == micro_batch.ids.tolist() == micro_batch.inputs[0].tolist()
-        assert len(places) == 1
-
-
-def test_ids_of_their_own_and_of_another_stream_are_copied() -> None:
-    ids = EpochIds(GPU)
-    whole = np.arange(100)
-    first = ids.on_device(whole[10:20])
-    assert ids.on_device(whole[30:40]).untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-    with torch.cuda.stream(torch.cuda.Stream(GPU)):
-        other = ids.on_device(whole[10:20])
-        assert other.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-    for own in (np.array([3, 1]), whole[::7], whole.reshape(10, 10)[2]):
-        assert ids.on_device(own).tolist() == own.tolist()

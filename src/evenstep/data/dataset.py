@@ -196,51 +196,12 @@ class Rows:
     columns: Any
     ids: Ids
     device: torch.device
-    epoch_ids: EpochIds
 
     def fetch(self) -> Batch:
-        return self.at(self.epoch_ids.on_device(self.ids))
+        return self.at(torch.from_numpy(self.ids).to(self.device, non_blocking=True))
 
     def at(self, index: torch.Tensor) -> Batch:
         return map_fields(self.columns, lambda column: column.index_select(0, index))
-
-
-class EpochIds:
-    """Sample ids on a GPU, copied once for all steps that take theirs from the same array.
-
-    A copy in every step would interrupt the kernels of a GPU that is never idle, for about 20 us.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: tuple[Ids, int, torch.Tensor] | None = None
-        """The array, the CUDA stream of the copy, and the copy; replaced as a whole, since replicas have threads."""
-
-    def on_device(self, ids: Ids) -> torch.Tensor:
-        whole = ids.base
-        if not isinstance(whole, np.ndarray) or not _is_part(ids, whole):
-            return torch.from_numpy(ids).to(self._device, non_blocking=True)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        kept = self._kept
-        if kept is None or kept[0] is not whole or kept[1] != stream:
-            self._kept = kept = whole, stream, torch.from_numpy(whole).to(self._device, non_blocking=True)
-        start = (_address(ids) - _address(whole)) // whole.itemsize
-        return kept[2][start : start + len(ids)]
-
-
-MOST_EPOCH_IDS = 2**22
-"""32 MiB; the order of larger data is made in blocks, which are smaller."""
-
-
-def _is_part(ids: Ids, whole: np.ndarray[Any, Any]) -> bool:
-    """Whether the ids are some numbers of an array, one after the other."""
-    is_plain = whole.ndim == ids.ndim == 1 and whole.dtype == ids.dtype and len(whole) <= MOST_EPOCH_IDS
-    return is_plain and whole.flags.c_contiguous and ids.flags.c_contiguous
-
-
-def _address(array: np.ndarray[Any, Any]) -> int:
-    found: int = array.__array_interface__["data"][0]
-    return found
 
 
 class Table(Source):
@@ -263,7 +224,6 @@ class Table(Source):
         first = columns[0]
         self._device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
         self.is_on_gpu = self._device.type == "cuda"
-        self._epoch_ids = EpochIds(self._device)
         self._is_plain_gpu = self.is_on_gpu and all(
             isinstance(column, torch.Tensor) and column.device == self._device and not column.requires_grad
             for column in columns
@@ -278,7 +238,7 @@ class Table(Source):
     def rows(self, ids: Ids, transform: SampleTransform) -> Rows | None:
         if self._collate is not None or transform.augments or not self._is_plain_gpu:
             return None
-        return Rows(self._data, ids, self._device, self._epoch_ids)
+        return Rows(self._data, ids, self._device)
 
     def fetch(self, ids: Ids, keys: Ids, transform: SampleTransform, pinned: bool = False) -> Batch:
         if self._collate is None and not transform.augments:

@@ -1,25 +1,20 @@
-"""A loss is a sum and a count, each summed over micro-batches, replicas and processes; and its forward and backward."""
+"""A loss is a sum and a count, each summed over micro-batches, replicas and processes."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from evenstep.data.loader import MicroBatch
-from evenstep.distributed.heartbeat import BACKWARD, FORWARD
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import foreach_mul_
-from evenstep.strategies.base import NOTHING, DistributedModel, call, go_back, on
 from evenstep.task import Amount
-from evenstep.training.batchnorm import standing_in
-from evenstep.training.loss_context import LossContext
-from evenstep.training.precision import Precision
 
 if TYPE_CHECKING:
     from evenstep.distributed.shm.allreduce import PendingSum
@@ -359,74 +354,6 @@ def _pairs_of(
         if name in pairs:
             pairs[name] = pairs[name] + pair.to(like)
     return list(pairs.values())
-
-
-@dataclass(slots=True)
-class ReplicaBackward:
-    """Forward and backward of one micro-batch on one replica."""
-
-    world: World
-    precision: Precision
-    loss: Callable[..., Amount]
-    models: tuple[DistributedModel, ...]
-    totals: LossTotal
-    context: LossContext
-
-    def computed(self, stage: Callable[..., Any], micro_batch: MicroBatch) -> Any:
-        """What a stage of a pipeline makes of a micro-batch, where the loss is computed on another rank."""
-        stands_in = NOTHING if micro_batch.num_samples else standing_in()
-        device = self.world.device
-        with on(device), self.context.on(0, micro_batch.num_samples), stands_in:
-            self.world.spans.begin(FORWARD)
-            with self.precision.autocast(device):
-                output = stage(self.loss, micro_batch.inputs)
-            self.world.spans.begin(BACKWARD)
-            return output
-
-    def goes_back(self) -> None:
-        """A stage of a pipeline begins a backward."""
-        self.world.spans.begin(BACKWARD)
-
-    def staged(self, stage: Callable[..., Any], micro_batch: MicroBatch, sends: bool) -> tuple[torch.Tensor, float]:
-        """The loss of a micro-batch on the last stage of a pipeline, and its weight in that of the batch."""
-        stands_in = NOTHING if micro_batch.num_samples else standing_in()
-        device = self.world.device
-        with on(device), self.context.on(0, micro_batch.num_samples) as called, stands_in:
-            self.world.spans.begin(FORWARD)
-            with self.precision.autocast(device):
-                amount = stage(self.loss, micro_batch.inputs)
-            start, weight = self.totals.take(amount, micro_batch)
-            if called.logged:
-                self.totals.logs.take(called.logged, micro_batch.num_samples)
-            if sends:
-                self.totals.send()
-            self.world.spans.begin(BACKWARD)
-        return start, weight
-
-    def __call__(self, is_last: bool, replica: int, micro_batch: MicroBatch) -> None:
-        self.compute(is_last, replica, micro_batch)
-        self.models[0].separate[replica]()
-
-    def compute(self, is_last: bool, replica: int, micro_batch: MicroBatch) -> None:
-        """The same; afterwards, gradients may share memory."""
-        device = self.world.devices[replica]
-        # In backward too, where activation checkpointing runs the forward again.
-        stands_in = NOTHING if micro_batch.num_samples else standing_in()
-        with on(device), self.context.on(replica, micro_batch.num_samples) as called, stands_in:
-            self.world.spans.begin(FORWARD)
-            with self.precision.autocast(device):
-                amount = call(self.models, replica, self.loss, micro_batch.inputs)
-            start, weight = self.totals.take(amount, micro_batch)
-            if called.logged:
-                self.totals.logs.take(called.logged, micro_batch.num_samples)
-            self.world.spans.begin(BACKWARD)
-            if is_last:
-                self.totals.send()
-            if self.precision.scaler is not None:
-                start = self.precision.scaler.scale(start)
-            go_back(start, weight, keeps_graph=bool(called.deferred))
-            if called.deferred:
-                called.finish_backward()
 
 
 def not_finite(rank: int, per_replica: list[MicroBatch], pairs: list[list[float]]) -> list[str]:

@@ -68,7 +68,8 @@ from evenstep.strategies.base import (
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, with_processes
 from evenstep.task import Amount
 from evenstep.training.evaluation import Evaluator, Means, NamedSums, named
-from evenstep.training.loss import LateLoss, LossTotal, MeanLoss, ReplicaBackward, StepLogs, as_sum, scale_gradients
+from evenstep.training.gradient_accumulation import ReplicaBackward, accumulate_gradients
+from evenstep.training.loss import LateLoss, LossTotal, MeanLoss, StepLogs, as_sum, scale_gradients
 from evenstep.training.loss_context import LossContext
 from evenstep.training.optim import UpdateSettings, WeightUpdate, step_optimizer
 from evenstep.training.optimizer_rehearsal import refuse_closure, sharded_updates
@@ -409,13 +410,7 @@ class Team:
 
             VirtualBackward(backward, batch, self.virtual_seeds, self._repeats).run()
             return
-        if models[0].schedule is not None:
-            models[0].schedule(backward, [micro_batch for (micro_batch,) in batch.micro_batches])
-            return
-        for number, per_replica in enumerate(batch.micro_batches, 1):
-            is_last = number == len(batch.micro_batches)
-            with models[0].sync_gradients(is_last):
-                models[0].run(partial(backward, is_last), list(enumerate(per_replica)))
+        accumulate_gradients(backward, batch)
 
     def compute_gradients(
         self,

@@ -24,7 +24,8 @@ from evenstep.sampling.rng import host_states, restore_host_states
 from evenstep.strategies.base import DistributedModel, forget, has_sparse_gradients, one_after_another
 from evenstep.task import Amount
 from evenstep.training.evaluation import NamedSums
-from evenstep.training.loss import HostCopy, LossTotal, ReplicaBackward, StepLogs, as_pair, as_sum
+from evenstep.training.gradient_accumulation import ReplicaBackward
+from evenstep.training.loss import HostCopy, LossTotal, StepLogs, as_pair, as_sum
 from evenstep.training.replica_buffers import replica_buffers
 from evenstep.training.replica_seeds import Seeds
 

@@ -33,13 +33,13 @@ from evenstep.strategies.base import NOTHING, forget, forget_gradients, on
 from evenstep.training.clipping import clip_gradients
 from evenstep.training.deferred_loss import SLOTS, FiniteGuard
 from evenstep.training.fused_optimizer import Sliced, is_fused
+from evenstep.training.gradient_accumulation import ReplicaBackward
 from evenstep.training.loss import (
     HostCopy,
     LateLoss,
     LossTotal,
     MeanLoss,
     PartialLoss,
-    ReplicaBackward,
     as_pair,
     not_finite,
 )

@@ -18,7 +18,8 @@ from msgspec import Meta
 
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, PlanError, shorten
 from evenstep.mesh import arrange, check_precision
-from evenstep.sampling.order import Lengths, Shares, enough_for_all, in_proportion, share, smallest_micro_batch
+from evenstep.sampling.batch_shares import Shares, enough_for_all, in_proportion, share, smallest_micro_batch
+from evenstep.sampling.order import Lengths
 from evenstep.schema import LARGEST, Schema, check, check_choice, check_fields
 from evenstep.strategy_facts import (
     DEFAULT,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from evenstep.data.feature_scaler import Scaler, unfitted
 from evenstep.errors import TaskError
-from evenstep.sampling.order import share
+from evenstep.sampling.batch_shares import share
 from evenstep.training.team import Team, join
 
 NUM_ROWS, NUM_PICTURES, NUM_RANKS = 101, 2, 3

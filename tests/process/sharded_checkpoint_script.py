@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import evenstep
-from evenstep.checkpoint import files, saving
+from evenstep.checkpoint import files, saving_by_ranks
 from evenstep.errors import SaveFailed
 from evenstep.training import run as run_module
 
@@ -90,7 +90,7 @@ def main(folder: Path) -> None:
     seen["left"] = [one.name for one in (folder / "stopped").iterdir()]
     if main_rank:
         (folder / "seen.json").write_text(json.dumps(seen))
-    assert saving.BACKGROUND_BYTES > 1
+    assert saving_by_ranks.BACKGROUND_BYTES > 1
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.sampling.order import share
+from evenstep.sampling.batch_shares import share
 
 V = 4
 

@@ -19,7 +19,7 @@ from torch import nn
 from evenstep.data.feature_scaler import Moments, Scaler, unfitted
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.sampling.order import share
+from evenstep.sampling.batch_shares import share
 from tests.marks import first_is_quick, num_examples
 
 ALONE = World(0, 1, (torch.device("cpu"),))

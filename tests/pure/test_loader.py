@@ -25,7 +25,8 @@ from evenstep.data.prefetch import LoaderOptions
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError, TaskError
 from evenstep.plan import Plan
-from evenstep.sampling.order import Lengths, smallest_micro_batch
+from evenstep.sampling.batch_shares import smallest_micro_batch
+from evenstep.sampling.order import Lengths
 from tests.marks import first_is_quick, num_examples
 
 CPU = torch.device("cpu")

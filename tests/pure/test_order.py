@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.sampling.order import BLOCK, Lengths, Order, Span, share
-from evenstep.sampling.rng import SORTED_UP_TO, Draws, permuted, sample_uniforms, uniforms
+from evenstep.sampling.batch_shares import share
+from evenstep.sampling.order import BLOCK, Lengths, Order, Span
+from evenstep.sampling.permutation import SORTED_UP_TO, permuted
+from evenstep.sampling.rng import Draws, sample_uniforms, uniforms
 from evenstep.sampling.samplers import Sequential, Shuffled
 
 seeds = st.integers(0, 2**63 - 1)

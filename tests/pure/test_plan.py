@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from evenstep import plan, strategy_facts
 from evenstep.errors import PlanError
 from evenstep.plan import Plan, PrecisionName, check_name, parse_devices, read_plan
-from evenstep.sampling import order
+from evenstep.sampling import batch_shares
 from evenstep.sampling.order import Lengths
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.trackers import clients, points
@@ -65,7 +65,7 @@ def test_the_batch_is_cut_up_in_one_line(values: dict[str, Any], num_samples: in
     assert make(**values).arithmetic(Lengths(num_samples)) == line
 
 
-@pytest.mark.parametrize("module", [plan, order, strategy_facts, points, clients])
+@pytest.mark.parametrize("module", [plan, batch_shares, strategy_facts, points, clients])
 def test_examples_in_docstrings_are_true(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0

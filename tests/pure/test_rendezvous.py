@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from evenstep.errors import PlanError, TrainingError
-from evenstep.launcher.rendezvous import join, tunnel
+from evenstep.launcher.rendezvous import store_access, tunnel
 from evenstep.launcher.rendezvous.addresses import free_port, is_here, listen_on, open_store
 from evenstep.launcher.rendezvous.auth import (
     MAX_CREDENTIAL_BYTES,
@@ -350,19 +350,19 @@ class TestAMachineThatEnters:
         made.close()
 
     def test_takes_what_never_says_a_word_for_something_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(join, "HEAD_SECONDS", 1.0)
+        monkeypatch.setattr(store_access, "HEAD_SECONDS", 1.0)
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,
             pytest.raises(NotEvenstep, match="accepts connections, and has sent nothing for 1 s"),
         ):
-            join.join_run(listener.getsockname(), MINE)
+            store_access.join_run(listener.getsockname(), MINE)
 
 
 @contextmanager
-def entering(address: tuple[str, int]) -> Iterator[Future[join.StoreAccess]]:
+def entering(address: tuple[str, int]) -> Iterator[Future[store_access.StoreAccess]]:
     """A machine that enters meanwhile, and leaves at the end."""
     with ThreadPoolExecutor(1) as pool:
-        entered = pool.submit(join.join_run, address, MINE)
+        entered = pool.submit(store_access.join_run, address, MINE)
         yield entered
         entered.result(20).close()
 
@@ -451,7 +451,7 @@ class TestTheToken:
 
     def test_of_an_earlier_run_that_was_left_behind_is_waited_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(TOKEN, raising=False)
-        monkeypatch.setattr(join, "TOKEN_SECONDS", 1.0)
+        monkeypatch.setattr(store_access, "TOKEN_SECONDS", 1.0)
         port = free_port()
         with machines(port, is_head=True):
             TokenFile(Path("runs"), ("127.0.0.1", port)).write("of a run that was killed")
@@ -459,7 +459,7 @@ class TestTheToken:
                 C10dRendezvous(("127.0.0.1", port), (1, 2), MINE, False)
 
     def test_is_asked_for_where_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(join, "TOKEN_SECONDS", 0.5)
+        monkeypatch.setattr(store_access, "TOKEN_SECONDS", 0.5)
         monkeypatch.setenv(TOKEN, ONE)
         port = free_port()
         with machines(port, is_head=True):

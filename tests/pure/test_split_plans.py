@@ -26,7 +26,7 @@ from evenstep.training.precision import Precision
 from evenstep.training.step import reads_late
 from evenstep.training.team import Team
 from evenstep.verify.configurations import with_mesh
-from evenstep.verify.verdict import Configuration
+from evenstep.verify.verdict_table import Configuration
 from tests.small_tasks import Encoder, Gated, Tied, decayed_loss, mlp, tied_loss, vectors
 
 HALF = World(0, 1, (torch.device("cpu"),), ranks_per_replica=2)

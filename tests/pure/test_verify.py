@@ -56,7 +56,7 @@ from evenstep.verify.recorder import (
 )
 from evenstep.verify.runs import Budget, OutOfTime, Runs
 from evenstep.verify.task_causes import gathered, loss
-from evenstep.verify.verdict import Configuration, PartVerdict, Verdict, lines, table
+from evenstep.verify.verdict_table import Configuration, PartVerdict, Verdict, lines, table
 from tests.small_tasks import small_task
 
 VALUES = [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3.0, 3.5]), torch.tensor([0.5, 9.0, 2.0, 7.0])]

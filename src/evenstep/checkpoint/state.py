@@ -15,7 +15,7 @@ from evenstep.checkpoint.shards import is_sharded, own_rows, sharded_like, with_
 from evenstep.checkpoint.tensor_files import Readable, SlicedTensor, StoredTensor, Writable
 from evenstep.distributed.parameter_slices import PartOfParameter, slice_of, slices_of, whole_state
 from evenstep.errors import CheckpointError, shorten
-from evenstep.sampling.rng import SORTED_UP_TO
+from evenstep.sampling.permutation import SORTED_UP_TO
 
 Tensors = dict[str, torch.Tensor]
 Shape = tuple[int, ...]

@@ -214,7 +214,7 @@ class _Request:
 
 def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request: _Request, as_json: bool) -> None:
     from evenstep.report.terminal import without_control
-    from evenstep.verify.verdict import lines, table
+    from evenstep.verify.verdict_table import lines, table
 
     if as_json:
         print(json.dumps(_values(prepared, verdicts, request)))

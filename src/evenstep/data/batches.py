@@ -19,7 +19,8 @@ from evenstep.data.dataset import Augment, SampleTransform, Source
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.sampling.order import Order, Shares, Span, enough_for_all, in_proportion, order_name, share
+from evenstep.sampling.batch_shares import Shares, enough_for_all, in_proportion, share
+from evenstep.sampling.order import Order, Span, order_name
 from evenstep.sampling.rng import Ids
 from evenstep.task import Batch as Data
 

@@ -30,7 +30,8 @@ from evenstep.data.prefetch import (
 from evenstep.distributed.heartbeat import INPUT
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError
-from evenstep.sampling.order import Lengths, Order, Shares, Span, lengths_of, order_name
+from evenstep.sampling.batch_shares import Shares
+from evenstep.sampling.order import Lengths, Order, Span, lengths_of, order_name
 from evenstep.sampling.rng import Draws, Ids, fork_rng
 from evenstep.sampling.samplers import PerRank, Sampler, Sequential, Subset
 from evenstep.task import Batch as Data

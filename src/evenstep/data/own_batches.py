@@ -16,7 +16,8 @@ from evenstep.data.nested import leaves, map_tensors
 from evenstep.data.prefetch import LoaderOptions
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.sampling.order import Span, share
+from evenstep.sampling.batch_shares import share
+from evenstep.sampling.order import Span
 
 
 class OwnBatches(Loader):

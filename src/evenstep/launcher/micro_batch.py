@@ -39,7 +39,7 @@ from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strate
 from evenstep.mesh import arrange
 from evenstep.plan import PLAN_FILE, RUNS, Plan, parse_devices, write_plan_file
 from evenstep.report.terminal import size
-from evenstep.sampling.order import in_proportion
+from evenstep.sampling.batch_shares import in_proportion
 from evenstep.schema import check_choice
 from evenstep.strategy_facts import REFERENCE, STRATEGIES, StrategyFacts, usual_strategies
 from evenstep.task import has_several

@@ -35,7 +35,8 @@ from evenstep.plan import (
     write_plan_file,
 )
 from evenstep.report.terminal import without_control
-from evenstep.sampling.order import Lengths, Order, enough_for_all, lengths_of
+from evenstep.sampling.batch_shares import enough_for_all
+from evenstep.sampling.order import Lengths, Order, lengths_of
 from evenstep.sampling.rng import seed_everything
 from evenstep.schema import check
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from evenstep.errors import PlanError, TaskError
 from evenstep.sampling.order import Lengths, Order, Span
-from evenstep.sampling.rng import Ids, derive_seed, fork_rng, permuted, seed_host, uniforms
+from evenstep.sampling.permutation import permuted
+from evenstep.sampling.rng import Ids, derive_seed, fork_rng, seed_host, uniforms
 
 _IF_INTENDED = "if that is intended, use sampler=samplers.Custom(sampler, repeats=True)"
 

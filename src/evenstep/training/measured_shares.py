@@ -18,7 +18,8 @@ from torch import nn
 from evenstep.data.loader import Batch, Loader
 from evenstep.plan import AUTO, PLAN_FILE, Plan, parse_shares, read_plan, write_plan_file
 from evenstep.record import MeasuredShares
-from evenstep.sampling.order import Lengths, Shares, in_proportion, smallest_micro_batch
+from evenstep.sampling.batch_shares import Shares, in_proportion, smallest_micro_batch
+from evenstep.sampling.order import Lengths
 from evenstep.task import Amount
 from evenstep.training.loss_context import current_replica
 from evenstep.training.step import Eager, Recipe, Stepper, Taken

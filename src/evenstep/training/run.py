@@ -21,7 +21,14 @@ import evenstep
 from evenstep.checkpoint import files
 from evenstep.checkpoint.extra import with_tensors, without_tensors
 from evenstep.checkpoint.files import State
-from evenstep.checkpoint.saving import BACKGROUND_BYTES, AfterSaving, Finishing, LocalFolder, SharedFolder, Unsettled
+from evenstep.checkpoint.saving_by_ranks import (
+    BACKGROUND_BYTES,
+    AfterSaving,
+    Finishing,
+    LocalFolder,
+    SharedFolder,
+    Unsettled,
+)
 from evenstep.checkpoint.state import (
     check_same_order,
     load_optimizer_state,

@@ -6,7 +6,7 @@ verdicts = check(prepared, configs, folder, Depth(steps=3, own_precision=False))
 
 from evenstep.verify.check import Depth, check, judged, settled
 from evenstep.verify.exact import ExactDepth, judged_exactly
-from evenstep.verify.verdict import Configuration, PartVerdict, Verdict
+from evenstep.verify.verdict_table import Configuration, PartVerdict, Verdict
 
 __all__ = [
     "Configuration",

@@ -25,7 +25,7 @@ from evenstep.verify.differences import (
 from evenstep.verify.recorder import Evidence, Failure
 from evenstep.verify.runs import OutOfTime, Runs, has_ranks, one_device
 from evenstep.verify.task_causes import buffers, captured, draws, gathered, hooks, loss, metrics, reading
-from evenstep.verify.verdict import Configuration, DifferenceCause
+from evenstep.verify.verdict_table import Configuration, DifferenceCause
 
 NEAR = 1e-7
 ROUGHLY = 1e-3

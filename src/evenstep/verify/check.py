@@ -41,7 +41,7 @@ from evenstep.verify.differences import (
 from evenstep.verify.recorder import MOST_TRIED, Evidence, Failure
 from evenstep.verify.runs import Budget, Log, OutOfTime, Runs, one_device
 from evenstep.verify.task_causes import BATCH_DEPENDENT
-from evenstep.verify.verdict import Configuration, DifferenceCause, Verdict
+from evenstep.verify.verdict_table import Configuration, DifferenceCause, Verdict
 
 SKIPPED = (
     "no optimizer step was taken in both runs: fp16's GradScaler skips steps until it has found its scale; use more "

@@ -11,10 +11,10 @@ from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import PlanError
 from evenstep.mesh import has_axes, refuse_axes
 from evenstep.plan import Plan, ScheduleName, parse_devices, parse_link, parse_shares
-from evenstep.sampling.order import Shares
+from evenstep.sampling.batch_shares import Shares
 from evenstep.schema import check_choice
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, one_of, usual_strategies
-from evenstep.verify.verdict import Configuration
+from evenstep.verify.verdict_table import Configuration
 
 
 def configs_of(

@@ -16,7 +16,7 @@ from evenstep.plan import LinkMethod
 from evenstep.record import Evaluation
 from evenstep.strategies.base import same_numbers
 from evenstep.verify.recorder import LEAST, STRENGTH, Evidence, Failure, sampled
-from evenstep.verify.verdict import PARTS, PartVerdict
+from evenstep.verify.verdict_table import PARTS, PartVerdict
 
 STEP = "(the step itself)"
 """The name of a step that one run took and the other did not."""

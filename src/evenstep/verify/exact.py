@@ -20,7 +20,7 @@ from evenstep.verify.bits import FirstOperation, Traced, Traces, first_other, re
 from evenstep.verify.differences import THINGS, Difference, fails, parts_of
 from evenstep.verify.recorder import Evidence, Failure
 from evenstep.verify.runs import Log, Runs
-from evenstep.verify.verdict import Configuration, DifferenceCause, Verdict
+from evenstep.verify.verdict_table import Configuration, DifferenceCause, Verdict
 
 KINDS = {
     "start": "weights",

@@ -21,7 +21,7 @@ from evenstep.verify.bits import Traced, perform_bits
 from evenstep.verify.examination import BY_RANK, TESTS, perform_examination
 from evenstep.verify.examination import FOLDER as EXAMINED
 from evenstep.verify.recorder import Evidence, Failure, Norms, perform_watched
-from evenstep.verify.verdict import Configuration
+from evenstep.verify.verdict_table import Configuration
 from evenstep.worker.main import Perform
 
 Log = Callable[[str], None]

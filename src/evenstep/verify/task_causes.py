@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from evenstep.verify.differences import in_percent
-from evenstep.verify.verdict import DifferenceCause
+from evenstep.verify.verdict_table import DifferenceCause
 
 APPRECIABLE = 1e-7
 ROUGHLY = 1e-3

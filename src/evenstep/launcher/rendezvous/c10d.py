@@ -51,8 +51,8 @@ from evenstep.launcher.rendezvous.addresses import (
     warnings_about,
 )
 from evenstep.launcher.rendezvous.auth import FORGED, MessageSigner
-from evenstep.launcher.rendezvous.join import HEAD_SECONDS, host_run, join_run
 from evenstep.launcher.rendezvous.rank_assignment import RankAssignment
+from evenstep.launcher.rendezvous.store_access import HEAD_SECONDS, host_run, join_run
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.launcher.variables import launcher_variables, set_variables
 from evenstep.plan import Plan

@@ -1,6 +1,6 @@
 """Flags that the trainings of parity, fault and data tests get beside their own, to run those tests with them:
 
-MORE_FLAGS="--virtual-replicas 4" pytest tests/faults/test_crashes.py tests/process/test_{data,parity}.py
+MORE_FLAGS="--virtual-replicas 3" pytest tests/faults/test_crashes.py tests/process/test_{data,parity}.py
 MORE_FLAGS="--shares 2,1" ...       for two devices; other numbers of devices keep equal shares
 MORE_FLAGS="--replay-every 3" ...
 """

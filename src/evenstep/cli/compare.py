@@ -167,7 +167,7 @@ def _page(comparison: Comparison, folder: Path) -> tuple[str | None, str]:
 
 def _compare_links(request: LinkRequest, quiet: bool, as_json: bool) -> None:
     from evenstep.compare.link_methods import compare_links, link_lines
-    from evenstep.report.terminal import table_of
+    from evenstep.report.terminal import print_table, table_of
 
     with progress(quiet=quiet) as log:
         comparison, folder = compare_links(request, log)
@@ -178,7 +178,6 @@ def _compare_links(request: LinkRequest, quiet: bool, as_json: bool) -> None:
     table = table_of("link", "steps", "seconds", "gain", "train loss", "valid loss")
     for cells in link_lines(comparison):
         table.add_row(*cells)
-    console.print(table)
-    console.print(
-        f"\nsteps and seconds until the train loss is {comparison.target:.4g}; runs in {folder}", markup=False
-    )
+    print_table(table, console)
+    target = f"steps and seconds until the train loss is {comparison.target:.4g}"
+    console.print(f"\n{target}; runs in {folder}", markup=False, soft_wrap=True)

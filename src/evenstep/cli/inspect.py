@@ -181,4 +181,4 @@ def inspect(
     for name, (dtype, shape) in tensors.items():
         table.add_row(plain(name), plain(dtype), " x ".join(map(str, shape)) or "one number")
     console.print()
-    console.print(table)
+    print_whole(table, console)

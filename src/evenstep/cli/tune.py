@@ -22,7 +22,6 @@ from evenstep.cli.app import (
     ThreadsOption,
     WorkersOption,
     app,
-    print_whole,
 )
 from evenstep.cli.completion import complete_run, complete_strategy
 from evenstep.cli.settings import choose_task
@@ -204,6 +203,7 @@ def _show(folder: Path, *, as_json: bool) -> None:
 
 
 def _finish(study: Study, folder: Path, *, as_json: bool) -> None:
+    from evenstep.report.terminal import print_table
     from evenstep.tune.study_table import result_lines, study_table, to_json
 
     page, why_not = _page(study, folder)
@@ -211,7 +211,7 @@ def _finish(study: Study, folder: Path, *, as_json: bool) -> None:
         print(json.dumps({**to_json(study, folder), "page": page}))
     else:
         console = Console(highlight=False, emoji=False)
-        print_whole(study_table(study), console)
+        print_table(study_table(study), console)
         for line in (*result_lines(study, folder), f"page       {page or why_not}"):
             console.print(line, markup=False, soft_wrap=True)
     if study.is_over and study.best is None:

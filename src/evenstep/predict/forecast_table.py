@@ -8,7 +8,7 @@ from rich.text import Text
 
 from evenstep.predict.published import CheckResult, TableErrors
 from evenstep.report.prediction import Forecast, Prediction
-from evenstep.report.terminal import plain, table_of, without_control
+from evenstep.report.terminal import plain, print_table, table_of, without_control
 
 
 def show_check(result: CheckResult, console: Console) -> None:
@@ -20,7 +20,7 @@ def show_check(result: CheckResult, console: Console) -> None:
             if part.name.startswith(f"{one.name}-"):
                 _add_errors(table, f"  {part.name.removeprefix(f'{one.name}-')}", part)
     _add_errors(table, result.total.name, result.total)
-    console.print(table)
+    print_table(table, console)
     lines = [
         "",
         "* median error of n devices being n times as fast; ** 1 - mean error / that of linear scaling",
@@ -61,7 +61,7 @@ def show_forecast(found: Forecast, console: Console) -> None:
     for table in (_rates(found), _step_table(found), _sending(found), _epochs(found)):
         if not table.row_count:
             continue
-        console.print(table)
+        print_table(table, console)
         console.print()
     comm = (
         "* not overlapped with backward; memory: copying and summing gradients; slowest: waiting for the slowest rank; "

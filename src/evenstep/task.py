@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from evenstep.errors import MAX_CHARACTERS, EvenstepError, TaskError, shorten
+from evenstep.errors import MAX_CHARACTERS, EvenstepError, Preempted, TaskError, shorten
 from evenstep.schema import read_value
 
 if TYPE_CHECKING:
@@ -465,6 +465,8 @@ def _import_file(path: Path) -> ModuleType:
     try:
         with _samplers_of_one_rank():
             module_spec.loader.exec_module(module)
+    except Preempted:
+        raise
     except (Exception, SystemExit) as error:
         raise TaskError(f"{path} cannot be imported: {describe(error, str(path))}") from error
     return module
@@ -486,6 +488,8 @@ def _import_module(name: str) -> ModuleType:
     try:
         with _samplers_of_one_rank():
             return importlib.import_module(name)
+    except Preempted:
+        raise
     except (Exception, SystemExit) as error:
         raise TaskError(f"module {name} cannot be imported: {describe(error)}") from error
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from evenstep.compare.model_look import ModelLook
-from evenstep.errors import BadInput
+from evenstep.distributed.world import World
+from evenstep.errors import BadInput, TaskError
 from evenstep.pipeline_order import StageSeconds, bubble_share, play
 from evenstep.plan import Plan, ScheduleName
 from evenstep.predict.calibration import activations_link, calibrate
@@ -20,8 +21,11 @@ from evenstep.predict.links import Cluster, Link, parse_link
 from evenstep.predict.model_division import Arrangement, BlockShare, DividedStep, ModelDivision, TensorShare
 from evenstep.predict.step_model import StepParts, Workload
 from evenstep.record import PARTS, Lane, Measurement, Record, Step, Timeline
+from evenstep.strategies.pipeline_cut import find_cut
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Task
+from evenstep.verify.causes import _from_message
+from evenstep.verify.recorder import Failure
 
 FREE = Link(latency=0.0, bandwidth=1e15)
 WORK = Workload(fixed_seconds=0.0, sample_seconds=0.001, jitter=0.0)
@@ -339,6 +343,28 @@ class ByKeyword(nn.Module):
 def test_a_model_that_cannot_be_cut_says_why() -> None:
     found = ModelLook(Plan(task="t", batch=8, steps=1), stack_task(ByKeyword), 8).blocks()
     assert found.why_no_blocks.startswith("pipeline cannot cut this model: blocks: its blocks take other")
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(6, 1, 8) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(len(x), len(x))
+        for block in self.blocks:
+            x = block(x, mask, src_key_padding_mask=None)
+        return x
+
+
+def test_a_refusal_names_the_argument_and_has_its_remedy_on_a_line_of_its_own() -> None:
+    world = World(0, 1, (torch.device("cpu"),), ranks_per_replica=2)
+    with pytest.raises(TaskError) as refused:
+        find_cut(Masked(), world, lambda model: model(torch.zeros(3, 6)).sum())
+    why = "its blocks take other tensors than the output of the one before (src_mask)"
+    assert str(refused.value) == f"pipeline cannot cut this model: blocks: {why};\nuse fsdp, or ddp"
+    shown = _from_message(Failure(str(refused.value)), ())
+    assert (shown.sentence, shown.advice) == (f"pipeline cannot cut this model: blocks: {why}", "use fsdp, or ddp")
 
 
 def test_a_division_is_read_as_it_was_written(tmp_path: Path) -> None:

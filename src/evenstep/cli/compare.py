@@ -30,7 +30,7 @@ from evenstep.cli.app import (
     progress,
 )
 from evenstep.cli.settings import SettingsOption, need_task
-from evenstep.errors import EvenstepError
+from evenstep.errors import BadInput
 from evenstep.strategy_facts import STRATEGIES, with_processes
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _page(comparison: Comparison, folder: Path) -> tuple[str | None, str]:
 
     try:
         return str(write_page(comparison, folder)), ""
-    except EvenstepError as error:
+    except BadInput as error:
         return None, f"was not written: {error}; then run evenstep report {folder}"
 
 

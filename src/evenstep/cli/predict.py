@@ -31,7 +31,7 @@ from evenstep.cli.app import (
     progress,
 )
 from evenstep.cli.completion import complete_run
-from evenstep.errors import BadInput, EvenstepError, shorten
+from evenstep.errors import BadInput, shorten
 from evenstep.strategy_facts import DEFAULT, STRATEGIES
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _page(folder: Path) -> tuple[str | None, str]:
 
     try:
         return str(write_forecast_page(Forecast.read(folder), folder)), ""
-    except EvenstepError as error:
+    except BadInput as error:
         return None, f"was not written: {error}; then run evenstep report {folder}"
 
 
@@ -205,7 +205,7 @@ def _update_comparison(folder: Path) -> None:
     from evenstep.report.html.page import write_page
 
     if os.path.isfile(folder / comparison.FILE):
-        with suppress(EvenstepError):
+        with suppress(BadInput):
             write_page(comparison.Comparison.read(folder), folder)
 
 

@@ -25,7 +25,7 @@ from evenstep.cli.app import (
 )
 from evenstep.cli.completion import complete_run, complete_strategy
 from evenstep.cli.settings import choose_task
-from evenstep.errors import BadInput, EvenstepError, TrainingError
+from evenstep.errors import BadInput, TrainingError
 from evenstep.strategy_facts import one_of, usual_strategies
 
 if TYPE_CHECKING:
@@ -224,5 +224,5 @@ def _page(study: Study, folder: Path) -> tuple[str | None, str]:
 
     try:
         return str(write_study_page(study, folder)), ""
-    except EvenstepError as error:
+    except BadInput as error:
         return None, f"was not written: {error}; then run evenstep tune --show {folder}"

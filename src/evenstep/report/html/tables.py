@@ -228,10 +228,10 @@ OF_PREDICTIONS = {
     "limit": "what costs most against n devices that are n times as fast",
     "communication": OF_COMPARISONS["communication"],
     "bubble": "in which a rank of a pipeline waits until others have computed",
-    "handling": "copying gradients into buckets and back, and summing them, in the memory of a GPU",
+    "memory": "copying gradients into buckets and back, and summing them, in the memory of a GPU",
     "contention": "what communication that overlaps with backward takes from it",
-    "stragglers": "waiting for the slowest rank",
-    "waiting": "for what a machine cannot read any faster",
+    "slowest": "waiting for the slowest rank",
+    "reading": "waiting for what a machine cannot read any faster",
     "unexplained": "what a measured step took beyond the model",
 }
 

@@ -475,11 +475,11 @@ def _import_file(path: Path) -> ModuleType:
 def _nearest_file(path: Path) -> Path | None:
     """A Python file of a similar name in the same folder."""
     try:
-        names = [name for name in os.listdir(path.parent) if name.endswith(".py")]
+        names = [name.removesuffix(".py") for name in os.listdir(path.parent) if name.endswith(".py")]
     except OSError:
         return None
-    close = difflib.get_close_matches(path.name[:MAX_CHARACTERS], names, n=1)
-    return path.with_name(close[0]) if close else None
+    close = difflib.get_close_matches(path.name.removesuffix(".py")[:MAX_CHARACTERS], names, n=1)
+    return path.with_name(f"{close[0]}.py") if close else None
 
 
 def _import_module(name: str) -> ModuleType:

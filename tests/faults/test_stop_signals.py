@@ -116,6 +116,10 @@ def test_asked_to_stop_while_the_command_is_imported_it_says_so_in_one_line(numb
     assert (done.returncode, done.stderr) == (code, "stopped\n")
 
 
+def has_ranks() -> bool:
+    return any(one.name().startswith("evenstep-rank") for one in processes())
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 @pytest.mark.parametrize(
     ("command", "shown"),
@@ -136,8 +140,7 @@ def test_commands_of_many_runs_stop_at_once_and_leave_no_process(
     with err.open("w") as file:
         words = [sys.executable, "-m", "evenstep", verb, f"{TASK.name}:of_tuned", *options]
         started = subprocess.Popen(words, env={**os.environ, "RANK_PACE": "60"}, stdout=subprocess.PIPE, stderr=file)
-    ranks = lambda: [one for one in processes() if one.name().startswith("evenstep-rank")]
-    wait_until(lambda: shown in err.read_text() and ranks(), 60, err.read_text)
+    wait_until(lambda: shown in err.read_text() and has_ranks(), 60, err.read_text)
     started.send_signal(number)
     out, _ = started.communicate(timeout=30)
     assert (started.returncode, out, err.read_text().splitlines()[-1]) == (code, b"", "stopped"), err.read_text()

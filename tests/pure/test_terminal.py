@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.report.terminal import print_table, table_of
+from evenstep.record import Summary
+from evenstep.report.terminal import print_table, summary_table, table_of
 
 HEADS = ("strategy", "total", "input", "forward", "backward", "communication", "optimizer", "90 % interval")
 
@@ -49,3 +50,27 @@ def test_in_a_file_each_row_is_one_line() -> None:
 
 def test_a_cell_wider_than_the_terminal_is_whole() -> None:
     assert "0.58x (0.42 to 0.19)" in printed(20, terminal=True)
+
+
+def test_a_summary_says_what_its_numbers_count() -> None:
+    summary = Summary(
+        strategy="ddp",
+        devices=["cpu", "cpu"],
+        steps=5200,
+        samples=320_000,
+        train_loss=0.5,
+        valid={},
+        samples_per_second=28_809.0,
+        seconds=33.8,
+        peak_bytes={"cpu": 2**28},
+        checkpoint=None,
+        run="runs/one",
+    )
+    out = io.StringIO()
+    Console(file=out, width=120).print(summary_table(summary, restarts=2))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert lines[:3] == [
+        "trained 5200 steps, 320,000 samples in 33.8 s with evaluation and checkpoints",
+        "speed 28,809 samples/s in steps alone (ddp, 2 x cpu)",
+        "restarts 2",
+    ]

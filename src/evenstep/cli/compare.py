@@ -86,11 +86,19 @@ def compare(
         typer.Option(metavar="N,N,...", help="Measure strategies also with these shares of a batch: what they gain."),
     ] = None,
     mesh: MeshOption = None,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches per optimizer step, in all rows but the first.")] = 1,
+    accumulate: Annotated[
+        int,
+        typer.Option(
+            help="Micro-batches per optimizer step, in all rows but the first: that is the reference, one device with "
+            "the whole batch."
+        ),
+    ] = 1,
     pipeline_schedule: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,...", help="Orders of a pipeline, a row for each: 1f1b, gpipe, interleaved, zero-bubble."
+            metavar="NAME,...",
+            help="Orders in which a pipeline computes its micro-batches, a row for each: 1f1b, gpipe, interleaved, "
+            "zero-bubble.",
         ),
     ] = None,
     links: Annotated[

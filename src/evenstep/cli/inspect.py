@@ -142,7 +142,16 @@ def export(
     print_notes(note_on_best(path))
 
 
-@checkpoint_app.command()
+INSPECT_EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep checkpoint inspect runs/mine
+
+evenstep checkpoint inspect runs/mine/checkpoints/best --json
+"""
+
+
+@checkpoint_app.command(epilog=INSPECT_EXAMPLES)
 def inspect(
     path: RunArgument,
     as_json: JsonOption = False,

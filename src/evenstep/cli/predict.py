@@ -98,7 +98,8 @@ def predict(
         str | None, typer.Option(help="Order of a pipeline: 1f1b (default), gpipe, interleaved, zero-bubble.")
     ] = None,
     parameters: Annotated[
-        str | None, typer.Option(help="Number of the model's parameters, such as 25.6M, if no Record knows it.")
+        str | None,
+        typer.Option(help="Number of the model's parameters, such as 25.6M, if the runs do not have it."),
     ] = None,
     reads: Annotated[
         float | None, typer.Option(min=0.001, help="Samples per second that one machine can read, for all its devices.")
@@ -116,12 +117,12 @@ def predict(
     seed: SeedOption = None,
     out: OutOption = None,
     check: Annotated[
-        bool, flag("--check", help="Predict published scaling tables, and print the errors of that.")
+        bool, flag("--check", help="Predict published scaling tables, and print how far the predictions are from them.")
     ] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict steps on more devices from measured ones, with an interval from past errors: a table and a page."""
+    """Predict steps on more devices from measured ones, with an interval that held 90 % of past ones."""
     if check:
         _check([word for word in (target, *(options or [])) if word], as_json=as_json)
         return

@@ -90,8 +90,8 @@ def tune(
     prune: Annotated[
         str,
         typer.Option(
-            help="How trials are chosen at rungs: halving, the study's own rule, or Optuna's median or hyperband. A "
-            "pruned trial is paused."
+            help="Which trials continue at each of --rungs: halving, the best by successive halving; or those that "
+            "Optuna's median or hyperband keeps. The others are paused."
         ),
     ] = "halving",
     seed: Annotated[
@@ -137,7 +137,7 @@ def tune(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Search a task's options: many trials on your devices; at each rung, the best continue."""
+    """Search a task's options: many trials on your devices; with --rungs, only the best continue."""
     if show is not None:
         if task is not None:
             raise BadInput("--show shows a study that is there; leave the task out")

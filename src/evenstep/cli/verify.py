@@ -89,7 +89,9 @@ def verify(
     pipeline_schedule: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,...", help="Orders of a pipeline, a row for each: 1f1b, gpipe, interleaved, zero-bubble."
+            metavar="NAME,...",
+            help="Orders in which a pipeline computes its micro-batches, a row for each: 1f1b, gpipe, interleaved, "
+            "zero-bubble.",
         ),
     ] = None,
     link: Annotated[

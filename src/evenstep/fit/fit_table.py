@@ -212,7 +212,8 @@ def _about(row: FitRow) -> Iterator[str]:
         yield f"{row.label}: up to {row.micro_batch} samples at once fit in {limit}{_flag(row.accumulate)}"
     best = row.fastest
     if best is not None and best is not row.measured:
-        yield f"{row.label}: {best.micro_batch} samples at once are faster{_flag(best.accumulate)}"
+        faster = f"{row.label}: {best.micro_batch} samples at once were faster{_flag(best.accumulate)}"
+        yield f"{faster}, in one timing of a few steps"
     if row.why_not_tried:
         yield f"{row.label} was not tried: {row.why_not_tried}"
     for one in row.remedies:

@@ -115,14 +115,16 @@ class Progress:
             self.log(f"step {step.step}{of}  loss {step.loss:.4f}  {speed:,.0f} samples/s")
 
 
-def summary_table(summary: Summary) -> Table:
+def summary_table(summary: Summary, restarts: int = 0) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("trained", f"{summary.steps} steps, {summary.samples:,} samples in {summary.seconds:.1f} s")
-    table.add_row(
-        "speed", f"{summary.samples_per_second:,.0f} samples/s ({summary.strategy}, {devices(summary.devices)})"
-    )
+    trained = f"{summary.steps} steps, {summary.samples:,} samples in {summary.seconds:.1f} s"
+    table.add_row("trained", f"{trained} with evaluation and checkpoints")
+    on = f"{summary.strategy}, {devices(summary.devices)}"
+    table.add_row("speed", f"{summary.samples_per_second:,.0f} samples/s in steps alone ({on})")
+    if restarts:
+        table.add_row("restarts", str(restarts))
     if summary.train_loss is not None:
         table.add_row("train loss", number(summary.train_loss))
     for name, value in summary.valid.items():

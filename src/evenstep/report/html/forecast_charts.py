@@ -154,6 +154,10 @@ def _marks(plot: figure, rows: Sequence[Prediction], at: int, what: str) -> None
         plot.add_glyph(ColumnDataSource(_columns(chosen, what)), mark, name=f"strategy {at}")
 
 
+def _ink(part: str) -> str:
+    return WAIT_COLOURS.get(part) or part_colour(part)
+
+
 def _parts(found: Forecast) -> Chart:
     rows = found.rows
     plain = [label.removesuffix(" (measured)") for label in found.labels]
@@ -172,7 +176,7 @@ def _parts(found: Forecast) -> Chart:
             "right": right,
             "ms": ms,
         }
-        ink = WAIT_COLOURS.get(part) or part_colour(part)
+        ink = _ink(part)
         bar = HBar(y="row", left="left", right="right", height=0.62, fill_color=ink, line_color=ink)
         plot.add_glyph(ColumnDataSource(columns), bar, name=part)
         ends = right

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +19,7 @@ from evenstep.pipeline_order import StageSeconds, bubble_share, play
 from evenstep.plan import Plan, ScheduleName
 from evenstep.predict.calibration import activations_link, calibrate
 from evenstep.predict.forecast import Forecaster, Question
+from evenstep.predict.forecast_table import show_forecast
 from evenstep.predict.links import Cluster, Link, parse_link
 from evenstep.predict.model_division import Arrangement, BlockShare, DividedStep, ModelDivision, TensorShare
 from evenstep.predict.step_model import StepParts, Workload
@@ -327,6 +330,19 @@ def test_a_look_finds_blocks_what_they_send_and_what_is_summed() -> None:
 def test_a_model_without_blocks_says_why() -> None:
     found = ModelLook(Plan(task="t", batch=8, steps=1), stack_task(lambda: nn.Linear(6, 3)), 8).blocks()  # type: ignore[arg-type]
     assert "this model has no such list" in found.why_no_blocks
+
+
+def test_rows_of_one_label_are_told_apart_and_only_columns_that_are_shown_are_explained() -> None:
+    half = record("single", 1, SINGLE)
+    half = replace(half, plan=replace(half.plan, batch=half.plan.batch // 2))
+    records = [record("single", 1, SINGLE), half, record("pipeline", 2, SINGLE, 64_000, accumulate=4)]
+    found = Forecaster(calibrate(records), Question(devices=[2], strategies=["pipeline"], accumulate=4)).forecast()
+    assert len(set(found.labels)) == len(found.labels)
+    out = io.StringIO()
+    show_forecast(found, Console(file=out, width=80))
+    text = out.getvalue()
+    assert [text.count(f"single, batch {row.batch:.0f}") for row in found.rows[:2]] == [1, 1]
+    assert ("batch  samples/s" in text, "memory:" in text, "…" in text) == (True, False, False)
 
 
 class ByKeyword(nn.Module):

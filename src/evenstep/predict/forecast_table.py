@@ -81,7 +81,7 @@ def _rates(found: Forecast) -> Table:
         # Measured once, it has no range.
         interval = f"{_short(rate.low)}-{_short(rate.high)}" if rate.low < rate.high else ""
         cells = [f"{row.machines:,}", *batch, _short(rate.middle), interval, f"{row.efficiency:.0%}"]
-        table.add_row(plain(row.label), source, *cells, row.limit)
+        table.add_row(plain(row.label), source, *cells, PART_NAMES.get(row.limit, row.limit))
     return table
 
 

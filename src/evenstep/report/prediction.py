@@ -77,7 +77,11 @@ class Knee:
         if self.devices is None:
             return f"{self.strategy}: no knee up to {self.looked_at:,} devices"
         has_reason = self.limit != "unexplained"
-        why = f"the limit is {self.limit}" if has_reason else "so it was measured, and the model has no reason for it"
+        why = (
+            f"the limit is {LIMITS.get(self.limit, self.limit)}"
+            if has_reason
+            else "so it was measured, and the model has no reason for it"
+        )
         return f"{self.strategy}: below {self.efficiency:.0%} from {self.devices:,} devices on; {why}"
 
 

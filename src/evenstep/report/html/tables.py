@@ -12,7 +12,7 @@ from evenstep.plan import Plan
 from evenstep.record import Record, parts_shown
 from evenstep.report.comparison import Comparison, Range
 from evenstep.report.html.curves import Quantiles, ReadRun, Sampled
-from evenstep.report.prediction import Prediction
+from evenstep.report.prediction import PART_NAMES, Prediction
 from evenstep.report.terminal import devices, number, size, without_control
 
 
@@ -250,7 +250,7 @@ def predicted_sheet(rows: Sequence[Prediction]) -> Sheet:
                 f"{row.samples_per_second.middle:,.0f}",
                 _interval(row.samples_per_second),
                 f"{row.efficiency:.0%}",
-                row.limit,
+                PART_NAMES.get(row.limit, row.limit),
             ]
             for row in rows
         ],

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypedDict, get_args, overload
 
 import evenstep
-from evenstep.errors import BadInput, shorten
+from evenstep.errors import MAX_CHARACTERS, BadInput, shorten
 from evenstep.plan import Plan, parse_best
 from evenstep.schema import MALFORMED, Natural, Positive, Schema, in_words
 
@@ -383,7 +383,7 @@ class Record:
         path = Path(run) / FILE if os.path.isdir(run) else Path(run)
         if not os.path.isfile(path):
             why = f"is not a run folder (it has no {FILE})" if os.path.exists(run) else "does not exist"
-            raise BadInput(f"{shorten(str(run))} {why}; give a run folder, such as runs/2026-11-15-digits-ddp")
+            raise BadInput(f"{shorten(str(run))} {why}; {_nearest_run(Path(run))}")
         reader = RecordReader(path)
         try:
             with path.open("rb") as file:
@@ -716,3 +716,17 @@ def end_of_rows(file: IO[bytes]) -> int:
             return begin + newline + 1
         end = begin
     return 0
+
+
+def _nearest_run(run: Path) -> str:
+    """A run of a similar name in the same folder; else, how to find one."""
+    import difflib  # not needed by a run that is there
+
+    try:
+        names = [name for name in os.listdir(run.parent) if os.path.isfile(run.parent / name / FILE)]
+    except OSError:
+        names = []
+    close = difflib.get_close_matches(run.name[:MAX_CHARACTERS], names, n=1)
+    if close:
+        return f"did you mean {run.parent / close[0]}?"
+    return "give a run folder, such as runs/2026-11-15-digits-ddp; evenstep runs lists them"

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from evenstep.errors import MAX_CHARACTERS, EvenstepError, TaskError, shorten
+from evenstep.errors import MAX_CHARACTERS, EvenstepError, Preempted, TaskError, shorten
 from evenstep.schema import read_value
 
 if TYPE_CHECKING:
@@ -465,6 +465,8 @@ def _import_file(path: Path) -> ModuleType:
     try:
         with _samplers_of_one_rank():
             module_spec.loader.exec_module(module)
+    except Preempted:
+        raise
     except (Exception, SystemExit) as error:
         raise TaskError(f"{path} cannot be imported: {describe(error, str(path))}") from error
     return module
@@ -473,11 +475,11 @@ def _import_file(path: Path) -> ModuleType:
 def _nearest_file(path: Path) -> Path | None:
     """A Python file of a similar name in the same folder."""
     try:
-        names = [name for name in os.listdir(path.parent) if name.endswith(".py")]
+        names = [name.removesuffix(".py") for name in os.listdir(path.parent) if name.endswith(".py")]
     except OSError:
         return None
-    close = difflib.get_close_matches(path.name[:MAX_CHARACTERS], names, n=1)
-    return path.with_name(close[0]) if close else None
+    close = difflib.get_close_matches(path.name.removesuffix(".py")[:MAX_CHARACTERS], names, n=1)
+    return path.with_name(f"{close[0]}.py") if close else None
 
 
 def _import_module(name: str) -> ModuleType:
@@ -486,6 +488,8 @@ def _import_module(name: str) -> ModuleType:
     try:
         with _samplers_of_one_rank():
             return importlib.import_module(name)
+    except Preempted:
+        raise
     except (Exception, SystemExit) as error:
         raise TaskError(f"module {name} cannot be imported: {describe(error)}") from error
 

@@ -35,6 +35,8 @@ CHECKPOINTS = Path("runs/one/checkpoints")
 NUM_SAMPLES = int(os.environ.get("SAMPLES", "62"))
 WIDTH = int(os.environ.get("WIDTH", "16"))
 PACE = float(os.environ.get("PACE", "0"))
+RANK_PACE = float(os.environ.get("RANK_PACE", "0")) if isinstance(worker_spec(), TrainingSpec) else 0.0
+"""The same, not for what the command itself computes before it starts ranks."""
 
 x = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(0))
 y = (x.sum(1) > 0).long()
@@ -54,6 +56,11 @@ def of_tensors() -> Task:
         batch=6,
         epochs=2,
     )
+
+
+def of_tuned(lr: float = 0.01) -> Task:
+    """With something to search, and a metric."""
+    return replace(of_tensors(), valid=(x, y))
 
 
 def of_samples() -> Task:
@@ -108,7 +115,7 @@ def model() -> nn.Module:
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    time.sleep(PACE)
+    time.sleep(PACE + RANK_PACE)
     happen("in a step")
     inputs, labels = batch
     weight = next(model.parameters())

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from evenstep.record import Record
 from tests.faults.runs import (
     CHECKPOINTS,
+    TASK,
     audit,
     fail,
     nothing_is_left,
@@ -110,3 +114,34 @@ def test_asked_to_stop_while_the_command_is_imported_it_says_so_in_one_line(numb
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, str(int(number))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (code, "stopped\n")
+
+
+def has_ranks() -> bool:
+    return any(one.name().startswith("evenstep-rank") for one in processes())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("fit", "forecasting from shapes"),
+        ("verify --devices 2", ""),
+        pytest.param("compare --devices 2 --links none,bf16 --seeds 2", "seed 1", marks=pytest.mark.slow),
+        pytest.param("predict --devices 4 --link 10gbit", "", marks=pytest.mark.slow),
+    ],
+)
+def test_commands_of_many_runs_stop_at_once_and_leave_no_process(
+    command: str, shown: str, number: int, code: int
+) -> None:
+    """The loss takes longer than the test waits: nothing may wait for the end of a step."""
+    shutil.copy(TASK, TASK.name)
+    verb, *options = command.split()
+    err = Path("stderr")
+    with err.open("w") as file:
+        words = [sys.executable, "-m", "evenstep", verb, f"{TASK.name}:of_tuned", *options]
+        started = subprocess.Popen(words, env={**os.environ, "RANK_PACE": "60"}, stdout=subprocess.PIPE, stderr=file)
+    wait_until(lambda: shown in err.read_text() and has_ranks(), 60, err.read_text)
+    started.send_signal(number)
+    out, _ = started.communicate(timeout=30)
+    assert (started.returncode, out, err.read_text().splitlines()[-1]) == (code, b"", "stopped"), err.read_text()
+    nothing_is_left(seconds=6)

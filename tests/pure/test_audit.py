@@ -775,6 +775,7 @@ def test_a_run_goes_on_from_one_that_is_given_or_they_are_no_chain() -> None:
     assert audit([first, rest]).is_clean
     # Begun again because it was cut off before its first checkpoint: one training.
     assert audit([stranger, first, rest]).is_clean
+    assert audit([rest]).sentence().endswith(f"were not given: evenstep audit {first} {rest})")
     with pytest.raises(BadInput, match="the other one was resumed from first, which was not given"):
         audit([stranger, rest])
 

@@ -95,6 +95,7 @@ def refused(evenstep: Callable[..., Ended]) -> Refused:
         ("train digit", ["no task called 'digit'; did you mean digits? Built in are digits,", "file.py:function"]),
         ("train some/folder", ["no file some/folder", "a Python file of yours"]),
         ("train gone.py", ["no file gone.py", "a Python file of yours"]),
+        ("train nothing.py", ["no file nothing.py", "a Python file of yours"]),
         ("train my_taks.py", ["no file my_taks.py; did you mean my_task.py?"]),
         ("train my_task.py:other", ["my_task.py has no 'other'; it has task"]),
         ("train my_task.py:", ["'my_task.py:' names no function; choose from my_task.py:task"]),

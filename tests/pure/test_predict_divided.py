@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
 
 from evenstep.compare.model_look import ModelLook
-from evenstep.errors import BadInput
+from evenstep.distributed.world import World
+from evenstep.errors import BadInput, TaskError
 from evenstep.pipeline_order import StageSeconds, bubble_share, play
 from evenstep.plan import Plan, ScheduleName
 from evenstep.predict.calibration import activations_link, calibrate
 from evenstep.predict.forecast import Forecaster, Question
+from evenstep.predict.forecast_table import show_forecast
 from evenstep.predict.links import Cluster, Link, parse_link
 from evenstep.predict.model_division import Arrangement, BlockShare, DividedStep, ModelDivision, TensorShare
 from evenstep.predict.step_model import StepParts, Workload
 from evenstep.record import PARTS, Lane, Measurement, Record, Step, Timeline
+from evenstep.strategies.pipeline_cut import find_cut
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Task
+from evenstep.verify.causes import _from_message
+from evenstep.verify.recorder import Failure
 
 FREE = Link(latency=0.0, bandwidth=1e15)
 WORK = Workload(fixed_seconds=0.0, sample_seconds=0.001, jitter=0.0)
@@ -325,6 +332,19 @@ def test_a_model_without_blocks_says_why() -> None:
     assert "this model has no such list" in found.why_no_blocks
 
 
+def test_rows_of_one_label_are_told_apart_and_only_columns_that_are_shown_are_explained() -> None:
+    half = record("single", 1, SINGLE)
+    half = replace(half, plan=replace(half.plan, batch=half.plan.batch // 2))
+    records = [record("single", 1, SINGLE), half, record("pipeline", 2, SINGLE, 64_000, accumulate=4)]
+    found = Forecaster(calibrate(records), Question(devices=[2], strategies=["pipeline"], accumulate=4)).forecast()
+    assert len(set(found.labels)) == len(found.labels)
+    out = io.StringIO()
+    show_forecast(found, Console(file=out, width=80))
+    text = out.getvalue()
+    assert [text.count(f"single, batch {row.batch:.0f}") for row in found.rows[:2]] == [1, 1]
+    assert ("batch  samples/s" in text, "memory:" in text, "…" in text) == (True, False, False)
+
+
 class ByKeyword(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -339,6 +359,28 @@ class ByKeyword(nn.Module):
 def test_a_model_that_cannot_be_cut_says_why() -> None:
     found = ModelLook(Plan(task="t", batch=8, steps=1), stack_task(ByKeyword), 8).blocks()
     assert found.why_no_blocks.startswith("pipeline cannot cut this model: blocks: its blocks take other")
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(6, 1, 8) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(len(x), len(x))
+        for block in self.blocks:
+            x = block(x, mask, src_key_padding_mask=None)
+        return x
+
+
+def test_a_refusal_names_the_argument_and_has_its_remedy_on_a_line_of_its_own() -> None:
+    world = World(0, 1, (torch.device("cpu"),), ranks_per_replica=2)
+    with pytest.raises(TaskError) as refused:
+        find_cut(Masked(), world, lambda model: model(torch.zeros(3, 6)).sum())
+    why = "its blocks take other tensors than the output of the one before (src_mask)"
+    assert str(refused.value) == f"pipeline cannot cut this model: blocks: {why};\nuse fsdp, or ddp"
+    shown = _from_message(Failure(str(refused.value)), ())
+    assert (shown.sentence, shown.advice) == (f"pipeline cannot cut this model: blocks: {why}", "use fsdp, or ddp")
 
 
 def test_a_division_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -126,12 +126,14 @@ def test_times_that_contradict_each_other_are_not_passed_on_without_a_word() -> 
     wide = replace(row("ddp", 2, 0.060), samples_per_second=Range(middle=1000.0, low=500.0, high=1100.0))
     other = replace(row("dp", 2, 0.060), step_seconds=spread(0.020))
     said = advise(comparison(row("single", 1, 0.100), wide, other))
-    assert said[3].startswith(
+    assert said[1].startswith("Recommended, if these times hold: ")
+    assert said[0].startswith(
         "Do not rely on these times (ddp x 2: rounds differ too much; dp x 2: parts of a step do not add up"
     )
     # Three times as fast on two devices: the one device was held up.
     faster = advise(comparison(row("single", 1, 0.100), row("ddp", 2, 0.030)))
-    assert "(ddp x 2: speed is more than the number of devices allows)" in faster[3]
+    assert "(ddp x 2: speed is more than the number of devices allows)" in faster[0]
+    assert faster[1:] == ["Nothing is recommended: ddp x 2 cannot be 3.33x as fast."]
 
 
 def test_what_could_not_be_checked_is_recommended_with_that_word() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,14 @@ class Audit:
         return {"is_clean": self.is_clean, **self.counts(), **epochs, **drawn, **summary}
 
 
+def _command_with_earlier(first: RunPart) -> str:
+    """The command that counts the run before this one too, if it is there."""
+    earlier = first.folder.parent / (first.resumed_from or "")
+    if first.resumed_from is None or not earlier.is_dir():
+        return ""
+    return f": evenstep audit {shlex.join([str(earlier), str(first.folder)])}"
+
+
 class Judge:
     """Counts the steps of a chain in order; holds the ids of one epoch."""
 
@@ -110,6 +119,7 @@ class Judge:
         if first.step:
             where = f"{counted(offset, 'sample')} into" if offset else "the beginning of"
             self.start = f"from step {first.step + 1} on, {where} epoch {number + 1}; the runs before it were not given"
+            self.start += _command_with_earlier(first)
         self._seen = SeenIds(self.expected.num_samples)
         self.epoch = Epoch(number, offset, self.expected, self._seen, self.problems)
 

@@ -122,10 +122,7 @@ DataOption = Annotated[
 JsonOption = Annotated[bool, flag("--json", help="Print the result as one line of JSON.")]
 MachinesOption = Annotated[str | None, typer.Option(help=MACHINES_HELP)]
 OutOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR", help="Folder in which the run's folder is made; default: runs, or where the resumed run is."
-    ),
+    str | None, typer.Option(metavar="DIR", help="Folder in which the run's folder is made; default: runs.")
 ]
 PrecisionOption = Annotated[str | None, typer.Option(help="fp64, fp32 (default), tf32, bf16 or fp16.")]
 QuietOption = Annotated[

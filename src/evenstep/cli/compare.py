@@ -30,7 +30,7 @@ from evenstep.cli.app import (
     progress,
 )
 from evenstep.cli.settings import SettingsOption, need_task
-from evenstep.errors import EvenstepError
+from evenstep.errors import BadInput
 from evenstep.strategy_facts import STRATEGIES, with_processes
 
 if TYPE_CHECKING:
@@ -86,11 +86,19 @@ def compare(
         typer.Option(metavar="N,N,...", help="Measure strategies also with these shares of a batch: what they gain."),
     ] = None,
     mesh: MeshOption = None,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches per optimizer step, in all rows but the first.")] = 1,
+    accumulate: Annotated[
+        int,
+        typer.Option(
+            help="Micro-batches per optimizer step, in all rows but the first: that is the reference, one device with "
+            "the whole batch."
+        ),
+    ] = 1,
     pipeline_schedule: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,...", help="Orders of a pipeline, a row for each: 1f1b, gpipe, interleaved, zero-bubble."
+            metavar="NAME,...",
+            help="Orders in which a pipeline computes its micro-batches, a row for each: 1f1b, gpipe, interleaved, "
+            "zero-bubble.",
         ),
     ] = None,
     links: Annotated[
@@ -161,13 +169,13 @@ def _page(comparison: Comparison, folder: Path) -> tuple[str | None, str]:
 
     try:
         return str(write_page(comparison, folder)), ""
-    except EvenstepError as error:
+    except BadInput as error:
         return None, f"was not written: {error}; then run evenstep report {folder}"
 
 
 def _compare_links(request: LinkRequest, quiet: bool, as_json: bool) -> None:
     from evenstep.compare.link_methods import compare_links, link_lines
-    from evenstep.report.terminal import table_of
+    from evenstep.report.terminal import print_table, table_of
 
     with progress(quiet=quiet) as log:
         comparison, folder = compare_links(request, log)
@@ -178,7 +186,6 @@ def _compare_links(request: LinkRequest, quiet: bool, as_json: bool) -> None:
     table = table_of("link", "steps", "seconds", "gain", "train loss", "valid loss")
     for cells in link_lines(comparison):
         table.add_row(*cells)
-    console.print(table)
-    console.print(
-        f"\nsteps and seconds until the train loss is {comparison.target:.4g}; runs in {folder}", markup=False
-    )
+    print_table(table, console)
+    target = f"steps and seconds until the train loss is {comparison.target:.4g}"
+    console.print(f"\n{target}; runs in {folder}", markup=False, soft_wrap=True)

@@ -63,7 +63,11 @@ def fit(
     ] = None,
     pipeline_schedule: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of a pipeline: 1f1b (default), gpipe, interleaved or zero-bubble."),
+        typer.Option(
+            metavar="NAME",
+            help="Order in which a pipeline computes its micro-batches: 1f1b (default), gpipe, interleaved or "
+            "zero-bubble.",
+        ),
     ] = None,
     batch: BatchOption = None,
     precision: PrecisionOption = None,
@@ -76,7 +80,7 @@ def fit(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Forecast the memory of a step by kind, and find the largest and the fastest micro-batch that fit."""
+    """Forecast the memory of a step by kind (weights, gradients ...), and find the largest and fastest micro-batch."""
     from evenstep.fit.fit_table import fit_to_json, show_fit
     from evenstep.fit.memory_model import parse_bytes
     from evenstep.launcher.micro_batch import FitRequest

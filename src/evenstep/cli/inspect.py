@@ -142,7 +142,16 @@ def export(
     print_notes(note_on_best(path))
 
 
-@checkpoint_app.command()
+INSPECT_EXAMPLES = """
+[bold]Examples[/bold]
+
+evenstep checkpoint inspect runs/mine
+
+evenstep checkpoint inspect runs/mine/checkpoints/best --json
+"""
+
+
+@checkpoint_app.command(epilog=INSPECT_EXAMPLES)
 def inspect(
     path: RunArgument,
     as_json: JsonOption = False,
@@ -181,4 +190,4 @@ def inspect(
     for name, (dtype, shape) in tensors.items():
         table.add_row(plain(name), plain(dtype), " x ".join(map(str, shape)) or "one number")
     console.print()
-    console.print(table)
+    print_whole(table, console)

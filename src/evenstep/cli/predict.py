@@ -31,7 +31,7 @@ from evenstep.cli.app import (
     progress,
 )
 from evenstep.cli.completion import complete_run
-from evenstep.errors import BadInput, EvenstepError, shorten
+from evenstep.errors import BadInput, shorten
 from evenstep.strategy_facts import DEFAULT, STRATEGIES
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def predict(
         str | None, typer.Option(help="Order of a pipeline: 1f1b (default), gpipe, interleaved, zero-bubble.")
     ] = None,
     parameters: Annotated[
-        str | None, typer.Option(help="Number of the model's parameters, such as 25.6M, if no Record knows it.")
+        str | None,
+        typer.Option(help="Number of the model's parameters, such as 25.6M, if the runs do not have it."),
     ] = None,
     reads: Annotated[
         float | None, typer.Option(min=0.001, help="Samples per second that one machine can read, for all its devices.")
@@ -116,12 +117,12 @@ def predict(
     seed: SeedOption = None,
     out: OutOption = None,
     check: Annotated[
-        bool, flag("--check", help="Predict published scaling tables, and print the errors of that.")
+        bool, flag("--check", help="Predict published scaling tables, and print how far the predictions are from them.")
     ] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict steps on more devices from measured ones, with an interval from past errors: a table and a page."""
+    """Predict steps on more devices from measured ones, with an interval that held 90 % of past ones."""
     if check:
         _check([word for word in (target, *(options or [])) if word], as_json=as_json)
         return
@@ -195,7 +196,7 @@ def _page(folder: Path) -> tuple[str | None, str]:
 
     try:
         return str(write_forecast_page(Forecast.read(folder), folder)), ""
-    except EvenstepError as error:
+    except BadInput as error:
         return None, f"was not written: {error}; then run evenstep report {folder}"
 
 
@@ -205,7 +206,7 @@ def _update_comparison(folder: Path) -> None:
     from evenstep.report.html.page import write_page
 
     if os.path.isfile(folder / comparison.FILE):
-        with suppress(EvenstepError):
+        with suppress(BadInput):
             write_page(comparison.Comparison.read(folder), folder)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -149,7 +150,12 @@ def train(
         str | None,
         typer.Option(help="Name of the run folder, runs/NAME; default: from date, task, options and strategy."),
     ] = None,
-    out: OutOption = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Folder in which the run's folder is made; default: runs, or where the resumed run is."
+        ),
+    ] = None,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Save a checkpoint every STEPS steps, as well as after each epoch."),
@@ -201,7 +207,8 @@ def train(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="End a run that makes no progress for SECONDS; default: 20 times the longest step, at least 120.",
+            help="End a run that makes no progress for SECONDS; default: 20 times the longest pause between two steps "
+            "so far, at least 120.",
         ),
     ] = None,
     check_every: Annotated[
@@ -217,7 +224,8 @@ def train(
         int | None,
         typer.Option(
             metavar="STEPS",
-            help="Every STEPS steps, all devices compute one micro-batch twice and compare bits, to find a faulty one.",
+            help="Every STEPS steps, all devices compute one micro-batch twice and compare bits, to find a faulty "
+            "device.",
         ),
     ] = None,
     machines: MachinesOption = None,
@@ -344,7 +352,8 @@ def _finish(record: Any, as_json: bool) -> None:
     if summary.shown:
         console.print(without_control(summary.shown), markup=False)
         console.print()
-    print_whole(summary_table(summary), console)
+    restarts = len(list(Path(summary.run, "logs").glob("restart*")))
+    print_whole(summary_table(summary, restarts), console)
     if summary.audit is not None:
         console.print(summary.audit["sentence"], markup=False, soft_wrap=True)
 
@@ -397,7 +406,8 @@ def run(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="End a script none of whose ranks leaves the line that it is at for SECONDS; default: 600.",
+            help="End a script when none of its ranks has moved to another line for SECONDS; default: report that "
+            "after 600, and let it run.",
         ),
     ] = None,
     fresh: Annotated[

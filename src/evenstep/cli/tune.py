@@ -22,11 +22,10 @@ from evenstep.cli.app import (
     ThreadsOption,
     WorkersOption,
     app,
-    print_whole,
 )
 from evenstep.cli.completion import complete_run, complete_strategy
 from evenstep.cli.settings import choose_task
-from evenstep.errors import BadInput, EvenstepError, TrainingError
+from evenstep.errors import BadInput, TrainingError
 from evenstep.strategy_facts import one_of, usual_strategies
 
 if TYPE_CHECKING:
@@ -91,8 +90,8 @@ def tune(
     prune: Annotated[
         str,
         typer.Option(
-            help="How trials are chosen at rungs: halving, the study's own rule, or Optuna's median or hyperband. A "
-            "pruned trial is paused."
+            help="Which trials continue at each of --rungs: halving, the best by successive halving; or those that "
+            "Optuna's median or hyperband keeps. The others are paused."
         ),
     ] = "halving",
     seed: Annotated[
@@ -138,7 +137,7 @@ def tune(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Search a task's options: many trials on your devices; at each rung, the best continue."""
+    """Search a task's options: many trials on your devices; with --rungs, only the best continue."""
     if show is not None:
         if task is not None:
             raise BadInput("--show shows a study that is there; leave the task out")
@@ -204,6 +203,7 @@ def _show(folder: Path, *, as_json: bool) -> None:
 
 
 def _finish(study: Study, folder: Path, *, as_json: bool) -> None:
+    from evenstep.report.terminal import print_table
     from evenstep.tune.study_table import result_lines, study_table, to_json
 
     page, why_not = _page(study, folder)
@@ -211,7 +211,7 @@ def _finish(study: Study, folder: Path, *, as_json: bool) -> None:
         print(json.dumps({**to_json(study, folder), "page": page}))
     else:
         console = Console(highlight=False, emoji=False)
-        print_whole(study_table(study), console)
+        print_table(study_table(study), console)
         for line in (*result_lines(study, folder), f"page       {page or why_not}"):
             console.print(line, markup=False, soft_wrap=True)
     if study.is_over and study.best is None:
@@ -224,5 +224,5 @@ def _page(study: Study, folder: Path) -> tuple[str | None, str]:
 
     try:
         return str(write_study_page(study, folder)), ""
-    except EvenstepError as error:
+    except BadInput as error:
         return None, f"was not written: {error}; then run evenstep tune --show {folder}"

@@ -89,7 +89,9 @@ def verify(
     pipeline_schedule: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,...", help="Orders of a pipeline, a row for each: 1f1b, gpipe, interleaved, zero-bubble."
+            metavar="NAME,...",
+            help="Orders in which a pipeline computes its micro-batches, a row for each: 1f1b, gpipe, interleaved, "
+            "zero-bubble.",
         ),
     ] = None,
     link: Annotated[
@@ -213,17 +215,14 @@ class _Request:
 
 
 def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request: _Request, as_json: bool) -> None:
-    from evenstep.report.terminal import without_control
+    from evenstep.report.terminal import print_table, without_control
     from evenstep.verify.verdict_table import lines, table
 
     if as_json:
         print(json.dumps(_values(prepared, verdicts, request)))
         return
     console = Console(highlight=False, emoji=False, soft_wrap=True)
-    if not console.is_terminal:
-        # In a file or a pipe there is no edge to fold at.
-        console.width = 120
-    console.print(table(verdicts), soft_wrap=False)
+    print_table(table(verdicts), console)
     for line, style in lines(
         verdicts, request.num_configs, prepared.plan.batch, request.seconds, request.virtual_replicas
     ):

@@ -155,9 +155,8 @@ class ModelLook:
 
 
 def _reason(error: TaskError) -> str:
-    """Its first line, and the next one where that is an introduction."""
-    first, *more = str(error).splitlines()
-    return f"{first} {more[0]}" if first.endswith(":") and more else first
+    """Its first line; the others say what to do."""
+    return str(error).splitlines()[0].rstrip(";")
 
 
 def _size(model: nn.Module) -> int:

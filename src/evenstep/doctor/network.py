@@ -122,7 +122,7 @@ def host_name(name: str | None = None) -> Finding:
     if foreign:
         said = f"{name} resolves to {', '.join(foreign)}, which is not an address of this machine"
         return Finding("host name", "warn", said, f"correct it: {advice}")
-    only = ", which no other machine can reach; evenstep does not use it" * all(
+    only = ", which is enough here; between machines, evenstep does not use this name" * all(
         one.startswith("127.") or one == "::1" for one in addresses
     )
     return Finding("host name", "good", f"{name} is {', '.join(addresses)}{only}")

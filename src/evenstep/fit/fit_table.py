@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from evenstep.fit.memory_model import in_words
-from evenstep.report.terminal import plain, size, table_of, without_control
+from evenstep.report.terminal import plain, print_table, size, table_of, without_control
 
-WIDTH = 120
 MUCH_FASTER = 0.97
 """A smaller micro-batch counts as faster from this part of the time on."""
 
@@ -133,13 +132,11 @@ def _derived(row: FitRow) -> dict[str, Any]:
 
 def show_fit(found: FitResult, console: Console) -> None:
     """Memory by kind, forecast and measured; then what to choose, and what would help."""
-    # A number that is cut says something else; a narrow terminal wraps the line.
-    console.width = max(console.width, WIDTH)
-    console.print(_memory_table(found))
+    print_table(_memory_table(found), console)
     console.print()
     tries = _tries_table(found)
     if tries.row_count:
-        console.print(tries)
+        print_table(tries, console)
         console.print()
     for line in _lines(found):
         console.print(without_control(line), markup=False, soft_wrap=True)
@@ -215,7 +212,8 @@ def _about(row: FitRow) -> Iterator[str]:
         yield f"{row.label}: up to {row.micro_batch} samples at once fit in {limit}{_flag(row.accumulate)}"
     best = row.fastest
     if best is not None and best is not row.measured:
-        yield f"{row.label}: {best.micro_batch} samples at once are faster{_flag(best.accumulate)}"
+        faster = f"{row.label}: {best.micro_batch} samples at once were faster{_flag(best.accumulate)}"
+        yield f"{faster}, in one timing of a few steps"
     if row.why_not_tried:
         yield f"{row.label} was not tried: {row.why_not_tried}"
     for one in row.remedies:

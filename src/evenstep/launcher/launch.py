@@ -293,7 +293,7 @@ def _run(prepared: Prepared, rendezvous: Rendezvous, ends_stalls: bool) -> Itera
     if not STRATEGIES[prepared.plan.strategy].processes_per_device and not prepared.plan.restarts:
         rendezvous.close()
         return _in_this_process(prepared, ends_stalls)
-    return run_in_processes(prepared, rendezvous=rendezvous)
+    return Supervisor(_launch_of(prepared, perform), rendezvous).events()
 
 
 def _in_this_process(prepared: Prepared, ends_stalls: bool) -> Iterator[Event]:
@@ -335,19 +335,20 @@ def variant(base: Prepared, folder: Path, *, steps: int, **changes: Any) -> Prep
     return replace(base, plan=plan, folder=folder, num_steps=plan.num_steps(base.lengths))
 
 
-def run_in_processes(
-    prepared: Prepared, perform: Perform = perform, rendezvous: Rendezvous | None = None
-) -> Iterator[Event]:
-    """Run it in separate processes, single and dp too, so that its memory can be measured.
+def run_in_processes(prepared: Prepared, perform: Perform = perform) -> Iterator[Event]:
+    """Run a part of a command in separate processes, single and dp too, so that its memory can be measured.
 
-    They may `perform` something else than a training: a function of a module, which they import.
+    They may `perform` something else than a training: a function of a module, which they import. A stop signal ends
+    them at once: nobody would resume them.
     """
+    return Supervisor(replace(_launch_of(prepared, perform), saves=False), LocalRendezvous()).events()
+
+
+def _launch_of(prepared: Prepared, perform: Perform) -> Launch:
     if prepared.is_importable:
-        launch = _launch(prepared.plan, prepared.folder, (perform,))
-    else:
-        refuse_fork_after_cuda()
-        launch = _launch(prepared.plan, prepared.folder, (perform, prepared.task), prepared.cwd)
-    return Supervisor(launch, rendezvous or LocalRendezvous()).events()
+        return _launch(prepared.plan, prepared.folder, (perform,))
+    refuse_fork_after_cuda()
+    return _launch(prepared.plan, prepared.folder, (perform, prepared.task), prepared.cwd)
 
 
 def run_one_of_several(

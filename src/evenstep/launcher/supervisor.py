@@ -122,6 +122,8 @@ class Launch:
     stall_after: float | None = None
     least_seconds: float = LEAST_SECONDS
     """The shortest default stall limit."""
+    saves: bool = True
+    """Whether there is something to save at a stop signal; if not, it ends all processes, and what called them."""
     is_one_of_several: bool = False
     """Whether its caller watches several at once: it handles signals itself, and gets WAITING at every poll."""
 
@@ -147,6 +149,9 @@ class Supervisor:
                 yield from self._attempts()
             finally:
                 self.rendezvous.close()
+            if self.stop.number is not None and not self.launch.saves:
+                # It came too late for this run; the command has others.
+                self._stop()
 
     def _attempts(self) -> Iterator[Event]:
         resume: str | None = None
@@ -286,7 +291,7 @@ class Attempt:
                 if self._launch.is_one_of_several:
                     yield WAITING
         yield from logs.new(is_end=True)
-        is_ended = self._launch.is_program and self._stop_sent
+        is_ended = (self._launch.is_program or not self._launch.saves) and self._stop_sent
         if self.cause is None and (self._workers.failed or self._exited_early()) and not is_ended:
             self.cause = self.of.rendezvous.report_failure(self._explained(memory))
         is_saved = Preempted.exit_code in self._workers.exit_codes().values()
@@ -318,6 +323,9 @@ class Attempt:
         if self._launch.is_program and number is not None:
             # The program has its own handlers.
             self._workers.send(number)
+            return
+        if not self._launch.saves:
+            self._workers.kill()
             return
         if number is not None:
             more = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""

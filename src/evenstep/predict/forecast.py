@@ -215,10 +215,10 @@ class Forecaster:
             found = division.tensor(arranged.ranks)
             assert found is not None
             sums = f"{len(found.sums):,} sum{'s' * (len(found.sums) != 1)}"
-            return (
-                f"{row.label}: {arranged.in_words}; each rank computes {found.forward:.0%} of forward and "
-                f"{found.backward:.0%} of backward, and waits for {sums} of activations a micro-batch"
-            )
+            own = f"a rank's part takes {found.forward:.0%} of the time of forward and {found.backward:.0%} of backward"
+            if min(found.forward, found.backward) >= NO_GAIN:
+                own = "a rank's part took as long as the whole model here, whose layers are too small to gain"
+            return f"{row.label}: {arranged.in_words}; {own}; it waits for {sums} of activations a micro-batch"
         stages = division.stages(arranged.ranks * chunks_of(arranged.schedule))
         shares = [f"{(1 - self.work.backward) * one.forward + self.work.backward * one.backward:.0%}" for one in stages]
         shown = ", ".join(shares if len(shares) <= MOST_STAGES else [*shares[: MOST_STAGES - 1], "..."])
@@ -642,6 +642,8 @@ class Forecaster:
         return sent * row.batch / arranged.replicas
 
 
+NO_GAIN = 0.995
+"""Of the time of a whole model: printed as 100 %."""
 MOST_STAGES = 8
 """That are named."""
 

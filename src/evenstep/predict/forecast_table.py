@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from evenstep.predict.published import CheckResult, TableErrors
-from evenstep.report.prediction import Forecast, Prediction
-from evenstep.report.terminal import plain, table_of, without_control
+from evenstep.report.prediction import PART_NAMES, Forecast, Prediction
+from evenstep.report.terminal import plain, print_table, table_of, without_control
 
 
 def show_check(result: CheckResult, console: Console) -> None:
@@ -20,7 +20,7 @@ def show_check(result: CheckResult, console: Console) -> None:
             if part.name.startswith(f"{one.name}-"):
                 _add_errors(table, f"  {part.name.removeprefix(f'{one.name}-')}", part)
     _add_errors(table, result.total.name, result.total)
-    console.print(table)
+    print_table(table, console)
     lines = [
         "",
         "* median error of n devices being n times as fast; ** 1 - mean error / that of linear scaling",
@@ -61,41 +61,44 @@ def show_forecast(found: Forecast, console: Console) -> None:
     for table in (_rates(found), _step_table(found), _sending(found), _epochs(found)):
         if not table.row_count:
             continue
-        console.print(table)
+        print_table(table, console)
         console.print()
-    comm = (
-        "* not overlapped with backward; memory: copying and summing gradients; slowest: waiting for the slowest rank; "
-        "** beyond the model, where it was measured"
-    )
-    lines = [comm, *(knee.sentence for knee in found.knees), found.links, found.errors, *found.notes]
+    about = "; ".join(words for name, words in MEANS.items() if name in _shown_parts(found))
+    lines = [about, *(knee.sentence for knee in found.knees), found.links, found.errors, *found.notes]
     lines += [f"{name} is left out: {why}" for name, why in found.left_out.items()]
     for line in lines:
         console.print(without_control(line), markup=False, soft_wrap=True)
 
 
 def _rates(found: Forecast) -> Table:
-    table = table_of("strategy", "machines", "samples/s", "90 % interval", "efficiency")
+    batches = ["batch"] * (len({row.batch for row in found.rows}) > 1)
+    table = table_of("strategy", "", "machines", *batches, "samples/s", "90 % interval", "efficiency")
     table.add_column("limit", no_wrap=True)
     for row in found.rows:
         rate = row.samples_per_second
-        cells = [f"{row.machines:,}", _short(rate.middle), f"{_short(rate.low)}-{_short(rate.high)}"]
-        limit = Text("measured", style="green") if row.is_measured else Text(row.limit)
-        table.add_row(plain(row.label), *cells, f"{row.efficiency:.0%}", limit)
+        source = Text("measured", style="green") if row.is_measured else Text("predicted")
+        batch = [f"{row.batch:,.0f}"] * len(batches)
+        # Measured once, it has no range.
+        interval = f"{_short(rate.low)}-{_short(rate.high)}" if rate.low < rate.high else ""
+        cells = [f"{row.machines:,}", *batch, _short(rate.middle), interval, f"{row.efficiency:.0%}"]
+        table.add_row(plain(row.label), source, *cells, PART_NAMES.get(row.limit, row.limit))
     return table
 
 
-SHORT = {
-    "communication": "comm.*",
-    "handling": "memory",
-    "optimizer": "opt.",
-    "contention": "contention",
-    "stragglers": "slowest",
-    "waiting": "reading",
-    "unexplained": "unexpl.**",
+SHORT = {**PART_NAMES, "communication": "comm.*", "optimizer": "opt.", "unexplained": "unexpl.**"}
+MEANS = {
+    "communication": "* not overlapped with backward",
+    "bubble": "bubble: a rank of a pipeline waits until others have computed",
+    "handling": "memory: copying and summing gradients",
+    "contention": "contention: what overlapped communication takes from backward",
+    "stragglers": "slowest: waiting for the slowest rank",
+    "waiting": "reading: waiting for what a machine cannot read faster",
+    "unexplained": "** beyond the model, where it was measured",
 }
+"""Below the table, for the columns that it has."""
 
 
-def _step_table(found: Forecast) -> Table:
+def _shown_parts(found: Forecast) -> list[str]:
     names = dict.fromkeys(name for row in found.rows for name in row.parts)
     # Most steps have none of these.
     rare = [
@@ -103,11 +106,15 @@ def _step_table(found: Forecast) -> Table:
         for name in ("handling", "contention", "waiting", "bubble", "unexplained")
         if not any(row.parts.get(name) for row in found.rows)
     ]
-    shown = [name for name in names if name not in rare]
+    return [name for name in names if name not in rare]
+
+
+def _step_table(found: Forecast) -> Table:
+    shown = _shown_parts(found)
     table = table_of("ms/step", "total", *(SHORT.get(name, name) for name in shown))
-    for row in found.rows:
+    for label, row in zip(found.labels, found.rows, strict=True):
         cells = [f"{row.parts.get(name, 0.0) * 1000:.2f}" for name in shown]
-        table.add_row(plain(row.label), f"{row.step_seconds.middle * 1000:.2f}", *cells)
+        table.add_row(plain(label), f"{row.step_seconds.middle * 1000:.2f}", *cells)
     return table
 
 
@@ -115,11 +122,11 @@ def _sending(found: Forecast) -> Table:
     """What is sent in each predicted step, and how much of it backward hides."""
     table = table_of("sending", "buckets", "ms", "hidden", "waited for")
     table.add_column("by", no_wrap=True)
-    for row in found.rows:
+    for label, row in zip(found.labels, found.rows, strict=True):
         if row.buckets:
             waited = row.parts.get("communication", 0.0)
             cells = [f"{1000 * seconds:.2f}" for seconds in (waited + row.hidden_seconds, row.hidden_seconds, waited)]
-            table.add_row(plain(row.label), f"{row.buckets:,}", *cells, row.algorithm)
+            table.add_row(plain(label), f"{row.buckets:,}", *cells, row.algorithm)
     return table
 
 

@@ -16,6 +16,8 @@ KNEE = 0.75
 """Of linear scaling: with less, more devices are hardly worth it."""
 LIMITS = {"communication": "the link", "stragglers": "the slowest rank", "compute": "what does not shrink"}
 """What costs most, in a sentence."""
+PART_NAMES = {"handling": "memory", "stragglers": "slowest", "waiting": "reading"}
+"""Of parts of a step, in tables and charts, where they are not called by their own names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,11 @@ class Knee:
         if self.devices is None:
             return f"{self.strategy}: no knee up to {self.looked_at:,} devices"
         has_reason = self.limit != "unexplained"
-        why = f"the limit is {self.limit}" if has_reason else "so it was measured, and the model has no reason for it"
+        why = (
+            f"the limit is {LIMITS.get(self.limit, self.limit)}"
+            if has_reason
+            else "so it was measured, and the model has no reason for it"
+        )
         return f"{self.strategy}: below {self.efficiency:.0%} from {self.devices:,} devices on; {why}"
 
 
@@ -113,6 +119,17 @@ class Forecast:
     notes: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     command: str = ""
+
+    @property
+    def labels(self) -> list[str]:
+        """Of the rows, with the batch of one that has the label of another."""
+        return [self._label(row) for row in self.rows]
+
+    def _label(self, row: Prediction) -> str:
+        alike = [other for other in self.rows if other.label == row.label]
+        batch = f", batch {row.batch:,.0f}" if len({other.batch for other in alike}) > 1 else ""
+        is_mixed = row.is_measured and not all(other.is_measured for other in alike)
+        return row.label + batch + " (measured)" * is_mixed
 
     def write(self, folder: Path) -> Path:
         path = folder / FILE

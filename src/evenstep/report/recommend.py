@@ -22,10 +22,13 @@ SMALL_BATCH = 1.5
 
 
 def advise(comparison: Comparison) -> list[str]:
-    """Two sentences that recommend a configuration, and one about its bottleneck."""
-    row = best(comparison)
-    sentences = [_recommendation(comparison, row), _others(comparison, row), bottleneck(comparison, row)]
-    return [*sentences, *_costs_of_replicas(comparison), *_gains_of_shares(comparison), *unsteady(comparison)]
+    """Doubts about the times, if any; two sentences that recommend a configuration, and one about its bottleneck."""
+    row, doubts = best(comparison), unsteady(comparison)
+    first = "Recommended" if not doubts else "Recommended, if these times hold"
+    sentences = [f"{first}: {_recommendation(comparison, row)}", _others(comparison, row), bottleneck(comparison, row)]
+    if _is_too_fast(comparison, row):
+        sentences = [f"Nothing is recommended: {row.label} cannot be {comparison.speedup(row):.2f}x as fast."]
+    return [*doubts, *sentences, *_costs_of_replicas(comparison), *_gains_of_shares(comparison)]
 
 
 def _gains_of_shares(comparison: Comparison) -> list[str]:
@@ -55,14 +58,10 @@ def _pairs(comparison: Comparison, without: Callable[[Row], Row]) -> list[tuple[
 
 def unsteady(comparison: Comparison) -> list[str]:
     """A warning about configurations whose times contradict each other, if there are any."""
-    num_first = len(comparison.rows[0].devices)
     found = {
         "rounds differ too much": [_rounds_differ(row) for row in comparison.rows],
         "parts of a step do not add up to the step": [not _parts_add_up(row) for row in comparison.rows],
-        # One of the two was slowed down.
-        "speed is more than the number of devices allows": [
-            comparison.speedup(row) > STEADY * len(row.devices) / num_first for row in comparison.rows
-        ],
+        "speed is more than the number of devices allows": [_is_too_fast(comparison, row) for row in comparison.rows],
     }
     reasons = [
         f"{', '.join(row.label for row, one in zip(comparison.rows, is_so, strict=True) if one)}: {what}"
@@ -75,6 +74,11 @@ def unsteady(comparison: Comparison) -> list[str]:
         f"Do not rely on these times ({'; '.join(reasons)}): something else ran on this machine, or the measurements "
         "are too short. Measure again when it is quiet, or with more --rounds and --steps."
     ]
+
+
+def _is_too_fast(comparison: Comparison, row: Row) -> bool:
+    """Whether this row or the first one was slowed down."""
+    return comparison.speedup(row) > STEADY * len(row.devices) / len(comparison.rows[0].devices)
 
 
 def _rounds_differ(row: Row) -> bool:
@@ -117,10 +121,10 @@ def _recommendation(comparison: Comparison, row: Row) -> str:
             if len(comparison.rows) > 1
             else "nothing else ran"
         )
-        return f"Recommended: {row.label}, with {_rate(row)}; {why}{_doubt(row)}."
+        return f"{row.label}, with {_rate(row)}; {why}{_doubt(row)}."
     of = comparison.rows[0].label
     return (
-        f"Recommended: {row.label}, {comparison.speedup(row):.2f}x as fast as {of} on {len(row.devices)} devices, "
+        f"{row.label}, {comparison.speedup(row):.2f}x as fast as {of} on {len(row.devices)} devices, "
         f"{comparison.efficiency(row):.0%} efficiency, {_rate(row)}; {_memory(row)}{_doubt(row)}."
     )
 

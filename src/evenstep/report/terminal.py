@@ -10,9 +10,10 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from evenstep.record import EpochEnd, Evaluation, Row, Step, Summary, parts_shown
@@ -20,6 +21,8 @@ from evenstep.report.comparison import Comparison, Range
 from evenstep.strategy_facts import STRATEGIES
 
 SECONDS_BETWEEN_LINES = 5.0
+MOST_COLUMNS = 1000
+"""Characters of a line; no table is wider."""
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _ALL_BUT_RETURN = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _FORGED = re.compile(r"^(?=[ \t]*\[ranks? \d)", re.MULTILINE)
@@ -112,14 +115,16 @@ class Progress:
             self.log(f"step {step.step}{of}  loss {step.loss:.4f}  {speed:,.0f} samples/s")
 
 
-def summary_table(summary: Summary) -> Table:
+def summary_table(summary: Summary, restarts: int = 0) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("trained", f"{summary.steps} steps, {summary.samples:,} samples in {summary.seconds:.1f} s")
-    table.add_row(
-        "speed", f"{summary.samples_per_second:,.0f} samples/s ({summary.strategy}, {devices(summary.devices)})"
-    )
+    trained = f"{summary.steps} steps, {summary.samples:,} samples in {summary.seconds:.1f} s"
+    table.add_row("trained", f"{trained} with evaluation and checkpoints")
+    on = f"{summary.strategy}, {devices(summary.devices)}"
+    table.add_row("speed", f"{summary.samples_per_second:,.0f} samples/s in steps alone ({on})")
+    if restarts:
+        table.add_row("restarts", str(restarts))
     if summary.train_loss is not None:
         table.add_row("train loss", number(summary.train_loss))
     for name, value in summary.valid.items():
@@ -176,7 +181,7 @@ PARITY = {
 def show_comparison(comparison: Comparison, console: Console) -> None:
     """How fast, what a step is made of, what it holds; what did not run, and what to do."""
     for table in (speed_table(comparison), step_table(comparison), cost_table(comparison)):
-        console.print(table)
+        print_table(table, console)
         console.print()
     for line in _remarks(comparison):
         console.print(without_control(line), style="yellow", markup=False, soft_wrap=True)
@@ -236,6 +241,46 @@ def table_of(first: str, *more: str) -> Table:
     return table
 
 
+def print_table(table: Table, console: Console) -> None:
+    """Print a table whole: a number that is cut is another number.
+
+    A terminal that is too narrow shows some of its columns below the others; a file or a pipe has no width.
+    """
+    width = console.width
+    for number, part in enumerate(_parts(table, console) if console.is_terminal else [table]):
+        if number:
+            console.print()
+        console.width = max(width, _width(part, console))
+        console.print(part, soft_wrap=False)
+    console.width = width
+
+
+def _parts(table: Table, console: Console) -> Iterator[Table]:
+    """The table's columns in groups that fit side by side, each behind the first column."""
+    first, *others = table.columns
+    group: list[Column] = []
+    for column in others:
+        if group and _width(_of_columns(table, [first, *group, column]), console) > console.width:
+            yield _of_columns(table, [first, *group])
+            group = []
+        group.append(column)
+    yield _of_columns(table, [first, *group])
+
+
+def _of_columns(table: Table, columns: Sequence[Column]) -> Table:
+    part = Table(box=None, pad_edge=False, header_style=table.header_style, show_header=table.show_header)
+    for column in columns:
+        part.add_column(column.header, justify=column.justify, style=column.style, no_wrap=True)
+    for row, cells in zip(table.rows, zip(*(column.cells for column in columns), strict=True), strict=True):
+        part.add_row(*cells, style=row.style)
+    return part
+
+
+def _width(table: Table, console: Console) -> int:
+    """Of all its characters."""
+    return Measurement.get(console, console.options.update(width=MOST_COLUMNS), table).maximum
+
+
 def _remarks(comparison: Comparison) -> Iterator[str]:
     yield (
         "* not overlapped with backward; w/o input, w/o comm.: the same step with its batch already loaded, "
@@ -289,7 +334,7 @@ def show_suggestions(found: list[Any], command: str, console: Console) -> None:
         gain = plain.step_seconds / one.step_seconds
         cells = (f"{one.step_seconds * 1e3:.2f}", f"{gain:.2f}x", f"{one.loss:.4f}", f"{one.start_seconds:.1f} s")
         table.add_row(one.flag or "(none)", *cells, after)
-    console.print(table)
+    print_table(table, console)
     console.print()
     for one in others:
         effect = f"does not run: {one.problem}" if one.problem else one.means

@@ -7,6 +7,7 @@ each block takes. A model that does not look like this is refused, with the reas
 
 from __future__ import annotations
 
+import inspect
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ def find_cut(model: nn.Module, world: World, sample: Sample | None, *, is_timed:
         if problem is None:
             return _made(model, blocks, found[0], watched, world)
         problems.append(f"{name or 'the model'}: {problem}")
-    raise TaskError("pipeline cannot cut this model:\n" + "\n".join(problems[:3]) + "\nuse fsdp, or ddp")
+    raise TaskError(f"pipeline cannot cut this model: {'; '.join(problems[:3])};\nuse fsdp, or ddp")
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -187,13 +188,26 @@ class BlockUses(TorchFunctionMode):
             self._say("the loss runs its blocks without calling the model itself: write model(x)")
         if len(self.arguments) != index:
             self._say("its blocks do not run one after another, each once")
-        given = [one for one in tree_leaves((args[1:], named)) if isinstance(one, torch.Tensor)]
-        if not args or not isinstance(args[0], torch.Tensor) or given:
-            self._say("its blocks take other tensors than the output of the one before")
+        given = self._others(index, args, named)
+        if given:
+            self._say(f"its blocks take other tensors than the output of the one before ({', '.join(given)})")
+        elif not args or not isinstance(args[0], torch.Tensor):
+            self._say("its blocks take something else than one tensor, the output of the one before")
         elif index and args[0] is not self._last:
             self._say("something is computed between two of its blocks")
         self.arguments.append((args[1:], dict(named)))
         self._inside, self._began = index, time.perf_counter()
+
+    def _others(self, index: int, args: tuple[Any, ...], named: dict[str, Any]) -> list[str]:
+        """The arguments of a block, besides its first, that hold tensors: by their names in forward."""
+        block = self.model.get_submodule(self._blocks[index])
+        try:
+            known = list(inspect.signature(block.forward).parameters)
+        except (TypeError, ValueError):  # compiled, or written in C
+            known = []
+        names = [*known[: len(args)], *(f"argument {at + 1}" for at in range(len(known), len(args)))]
+        given = {**dict(zip(names[1:], args[1:], strict=True)), **named}
+        return [name for name, value in given.items() if any(isinstance(x, torch.Tensor) for x in tree_leaves(value))]
 
     def _left(self, index: int, out: Any) -> None:
         self.seconds[index] += time.perf_counter() - self._began

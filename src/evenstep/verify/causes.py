@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evenstep.strategy_facts import REFERENCE, with_processes
+from evenstep.strategy_facts import REFERENCE, STRATEGIES, with_processes
 from evenstep.verify.differences import (
     COARSE,
     FINE,
@@ -372,7 +372,7 @@ def _batch_norm(case: Case) -> DifferenceCause | None:
         after = case.compare(*calm)
         tried = "with BatchNorm in eval mode everywhere"
         advice = (
-            f"Train with {with_processes()} and --sync-batchnorm, or use GroupNorm."
+            f"Train with {with_processes()} and --sync-batchnorm{_or_virtual(case)}, or use GroupNorm."
             if case.config.accumulate == 1
             else "Train with no accumulation, or use GroupNorm: each micro-batch is normalized separately."
         )
@@ -384,6 +384,14 @@ def _batch_norm(case: Case) -> DifferenceCause | None:
         sentence=f"BatchNorm ({names}) normalizes by the statistics of each part of the batch, not of the whole batch",
         evidence=(f"it {before.in_words()}; {tried}, by {after.largest:.0e}",),
         advice=advice,
+    )
+
+
+def _or_virtual(case: Case) -> str:
+    num = len(case.config.devices)
+    return (
+        f", or with --virtual-replicas {num} on any number of devices"
+        * STRATEGIES[case.config.strategy].virtual_replicas
     )
 
 

@@ -10,14 +10,20 @@ from bokeh.plotting import figure
 
 from evenstep.report.html.charts import OTHER, Chart, Key, blank, colour, from_zero, labels, part_colour
 from evenstep.report.html.charts import rows_figure as figure_of_rows
-from evenstep.report.prediction import Forecast, Prediction
+from evenstep.report.prediction import PART_NAMES, Forecast, Prediction
 
-WAIT_COLOURS = {"handling": "#0f766e", "contention": "#be123c", "stragglers": "#7c3aed", "waiting": "#a16207"}
+WAIT_COLOURS = {
+    "handling": "#0f766e",
+    "contention": "#be123c",
+    "stragglers": "#7c3aed",
+    "waiting": "#a16207",
+    "unexplained": "#db2777",
+}
 """Of the parts that only a prediction tells apart."""
 
 
 def charts_of(found: Forecast) -> list[Chart]:
-    return [*curves_of(found), _parts(found.rows)]
+    return [*curves_of(found), _parts(found)]
 
 
 def curves_of(found: Forecast, first: Sequence[str] = ()) -> list[Chart]:
@@ -148,8 +154,14 @@ def _marks(plot: figure, rows: Sequence[Prediction], at: int, what: str) -> None
         plot.add_glyph(ColumnDataSource(_columns(chosen, what)), mark, name=f"strategy {at}")
 
 
-def _parts(rows: Sequence[Prediction]) -> Chart:
-    names = labels([row.label + (" ●" if row.is_measured else "") for row in rows])
+def _ink(part: str) -> str:
+    return WAIT_COLOURS.get(part) or part_colour(part)
+
+
+def _parts(found: Forecast) -> Chart:
+    rows = found.rows
+    plain = [label.removesuffix(" (measured)") for label in found.labels]
+    names = labels([label + " ●" * row.is_measured for label, row in zip(plain, rows, strict=True)])
     parts = list(dict.fromkeys(name for row in rows for name in row.parts))
     tips = [("", "@row: @part"), ("takes", "@ms{0.000} ms")]
     plot = figure_of_rows(names, 30, 1000 * max(sum(row.parts.values()) for row in rows), tips)
@@ -157,14 +169,23 @@ def _parts(rows: Sequence[Prediction]) -> Chart:
     for part in parts:
         ms = [1000 * row.parts.get(part, 0.0) for row in rows]
         right = [end + more for end, more in zip(ends, ms, strict=True)]
-        columns = {"row": names, "part": [part] * len(rows), "left": ends, "right": right, "ms": ms}
-        ink = WAIT_COLOURS.get(part) or part_colour(part)
+        columns = {
+            "row": names,
+            "part": [PART_NAMES.get(part, part)] * len(rows),
+            "left": ends,
+            "right": right,
+            "ms": ms,
+        }
+        ink = _ink(part)
         bar = HBar(y="row", left="left", right="right", height=0.62, fill_color=ink, line_color=ink)
         plot.add_glyph(ColumnDataSource(columns), bar, name=part)
         ends = right
-    keys = [Key(name=part, label=part, colour=WAIT_COLOURS.get(part) or part_colour(part)) for part in parts]
+    keys = [
+        Key(name=part, label=PART_NAMES.get(part, part), colour=WAIT_COLOURS.get(part) or part_colour(part))
+        for part in parts
+    ]
     caption = (
-        "● was measured. Handling: copying and summing gradients in a device's memory. Stragglers: waiting for the "
-        "slowest rank. Waiting: for what a machine cannot read faster."
+        "● was measured. Memory: copying and summing gradients there. Slowest: waiting for the slowest rank. "
+        "Reading: waiting for what a machine cannot read faster."
     )
     return Chart(name="parts", title="Parts of a step", figure=plot, caption=caption, keys=keys, is_wide=True)

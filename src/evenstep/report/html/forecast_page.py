@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from evenstep.report.html.page import FILE, Page, need_bokeh, render, write_text
 from evenstep.report.html.tables import OF_PREDICTIONS, Sheet, milliseconds, predicted_sheet
-from evenstep.report.prediction import Forecast, Prediction
+from evenstep.report.prediction import PART_NAMES, Forecast, Prediction
 
 if TYPE_CHECKING:
     from evenstep.report.html.charts import Chart
@@ -32,7 +32,7 @@ def forecast_page(found: Forecast) -> str:
             commands=[found.command] if found.command else [],
             charts=_charts(found),
             runs=predicted_sheet(found.rows),
-            numbers={"parts": _parts_sheet(found.rows)},
+            numbers={"parts": _parts_sheet(found)},
             sheets=[_sending_sheet(found.rows), _epoch_sheet(found.rows)],
             sheets_title="Communication and epochs",
             words=OF_PREDICTIONS,
@@ -55,14 +55,14 @@ def _left_out(found: Forecast) -> list[str]:
     return [f"{name} is left out: {why}" for name, why in found.left_out.items()]
 
 
-def _parts_sheet(rows: Sequence[Prediction]) -> Sheet:
-    names = list(dict.fromkeys(name for row in rows for name in row.parts))
+def _parts_sheet(found: Forecast) -> Sheet:
+    names = list(dict.fromkeys(name for row in found.rows for name in row.parts))
     cells = [
-        [row.label + " (measured)" * row.is_measured, milliseconds(row.step_seconds.middle)]
-        + [milliseconds(row.parts.get(name, 0.0)) for name in names]
-        for row in rows
+        [label, milliseconds(row.step_seconds.middle), *(milliseconds(row.parts.get(name, 0.0)) for name in names)]
+        for label, row in zip(found.labels, found.rows, strict=True)
     ]
-    return Sheet(title="Parts of a step, in ms", columns=["", "step", *names], rows=cells)
+    columns = ["", "step", *(PART_NAMES.get(name, name) for name in names)]
+    return Sheet(title="Parts of a step, in ms", columns=columns, rows=cells)
 
 
 def _sending_sheet(rows: Sequence[Prediction]) -> Sheet:
@@ -86,17 +86,18 @@ def _epoch_sheet(rows: Sequence[Prediction]) -> Sheet:
     """Steps, evaluation, checkpoints and restarts, in seconds; what devices take together, and cost."""
     known = [row for row in rows if row.device_hours is not None]
     names = list(dict.fromkeys(name for row in known for name in row.epoch_parts))
+    costs = ["cost"] * any(row.cost is not None for row in known)
     cells = [
         [
             row.label,
             *(_seconds(row.epoch_parts.get(name, 0.0)) for name in names),
             _seconds(row.epoch_seconds or 0.0),
             f"{row.device_hours:.3g}",
-            f"{row.cost:.3g}" if row.cost is not None else "",
+            *([f"{row.cost:.3g}" if row.cost is not None else ""] * len(costs)),
         ]
         for row in known
     ]
-    columns = ["", *names, "together", "device hours", "cost"]
+    columns = ["", *names, "together", "device hours", *costs]
     return Sheet(title="An epoch, in seconds", columns=columns, rows=cells)
 
 

@@ -12,7 +12,7 @@ from evenstep.plan import Plan
 from evenstep.record import Record, parts_shown
 from evenstep.report.comparison import Comparison, Range
 from evenstep.report.html.curves import Quantiles, ReadRun, Sampled
-from evenstep.report.prediction import Prediction
+from evenstep.report.prediction import PART_NAMES, Prediction
 from evenstep.report.terminal import devices, number, size, without_control
 
 
@@ -228,10 +228,10 @@ OF_PREDICTIONS = {
     "limit": "what costs most against n devices that are n times as fast",
     "communication": OF_COMPARISONS["communication"],
     "bubble": "in which a rank of a pipeline waits until others have computed",
-    "handling": "copying gradients into buckets and back, and summing them, in the memory of a GPU",
+    "memory": "copying gradients into buckets and back, and summing them, in the memory of a GPU",
     "contention": "what communication that overlaps with backward takes from it",
-    "stragglers": "waiting for the slowest rank",
-    "waiting": "for what a machine cannot read any faster",
+    "slowest": "waiting for the slowest rank",
+    "reading": "waiting for what a machine cannot read any faster",
     "unexplained": "what a measured step took beyond the model",
 }
 
@@ -250,7 +250,7 @@ def predicted_sheet(rows: Sequence[Prediction]) -> Sheet:
                 f"{row.samples_per_second.middle:,.0f}",
                 _interval(row.samples_per_second),
                 f"{row.efficiency:.0%}",
-                row.limit,
+                PART_NAMES.get(row.limit, row.limit),
             ]
             for row in rows
         ],

@@ -71,6 +71,7 @@ def sparse() -> Task:
     return Task(model=model, train=(x, y), loss=task().loss, optimizer=task().optimizer, batch=32)
 """
 NUM_PARAMETERS = 20 * 64 + 64 + 64 * 2 + 2
+RECOMMENDING = ("Recommended: ", "Recommended, if these times hold: ", "Nothing is recommended: ")
 QUICK = ("--rounds", "2", "--steps", "6")
 
 
@@ -134,8 +135,10 @@ def test_a_comparison_has_a_table_a_recommendation_and_a_page() -> None:
     ended = compare("my_task.py", "--devices", "2", "--strategies", "ddp", *QUICK, "--name", "mine")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("✓ same") == 1
-    assert "Recommended: " in ended.stdout
-    assert "Bottleneck: " in ended.stdout
+    # On a busy machine, times may be doubted, or impossible.
+    advice = Comparison.read("runs/mine").advice
+    assert [line for line in advice if line.startswith(RECOMMENDING)] != []
+    assert "Bottleneck: " in ended.stdout or [line for line in advice if line.startswith(RECOMMENDING[-1])]
     assert "page  runs/mine/page.html" in ended.stdout
     assert "ddp x 2" in Path("runs/mine/page.html").read_text()
     assert [row.label for row in Comparison.read("runs/mine").rows] == ["single", "ddp x 2"]
@@ -149,7 +152,7 @@ def test_the_cost_of_virtual_replicas_is_shown_beside_the_plain_step() -> None:
     found = Comparison.read("runs/mine")
     plain = ["single", "ddp x 2", "fsdp x 2"]
     assert [row.label for row in found.rows] == [*plain, *(f"{label}, V=4" for label in plain)]
-    assert "V=4" not in found.advice[0]
+    assert all("V=4" not in line for line in found.advice if line.startswith(RECOMMENDING))
     (cost,) = [
         line for line in found.advice if line.startswith("The same bits on any number of devices (--virtual-replicas)")
     ]
@@ -164,8 +167,7 @@ def test_a_comparison_of_all_strategies_measures_each_in_turn() -> None:
     for label in ("single", "dp x 2", "ddp x 2", "fsdp x 2"):
         assert f"\n{label} " in f"\n{ended.stdout}"
     assert ended.stdout.count("✓ same") == 3
-    assert "Recommended: " in ended.stdout
-    assert "Bottleneck: " in ended.stdout
+    assert [line for line in Comparison.read("runs/mine").advice if line.startswith(RECOMMENDING)] != []
     assert "round 2 of 2: fsdp x 2\nround 2 of 2: ddp x 2\nround 2 of 2: dp x 2\nround 2 of 2: single" in ended.stderr
     page = Path("runs/mine/page.html").read_text()
     assert "page  runs/mine/page.html" in ended.stdout
@@ -266,8 +268,9 @@ def test_a_way_that_learns_something_else_is_marked_and_not_recommended() -> Non
     single, ddp = found["rows"]
     assert (single["parity"], ddp["parity"]) == ("reference", "differs")
     assert "BatchNorm" in ddp["why"]
-    assert found["advice"][0].startswith("Recommended: single")
-    assert "but it does not match single" in found["advice"][1]
+    (at,) = [place for place, line in enumerate(found["advice"]) if line.startswith(RECOMMENDING)]
+    assert ": single" in found["advice"][at]
+    assert "but it does not match single" in found["advice"][at + 1]
 
 
 @pytest.mark.slow

@@ -185,7 +185,8 @@ def test_a_comparison_of_all_strategies_measures_each_in_turn() -> None:
 def test_the_parts_leave_no_moment_of_a_step_out(blocks: Blocks, config: str) -> None:
     found = measurement(blocks[config])
     assert sum(found.parts.values()) == pytest.approx(found.timed_seconds, rel=1e-6)
-    assert all(found.parts[name] > 0 for name in PARTS if name != "communication")
+    assert all(found.parts[name] > 0 for name in PARTS if name not in ("communication", "bubble"))
+    assert found.parts["bubble"] == 0
     assert (found.parts["communication"] > 0) == (config != "single")
     assert (found.without_communication_seconds is not None) == (config != "single")
     for timeline in blocks[config].timelines:

@@ -34,6 +34,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     options = session.config.option
     if options.processes < 2 or options.collectonly or session.testsfailed:
         return None
+    if any(item.get_closest_marker("gpu") for item in session.items):
+        raise pytest.UsageError("forks cannot use CUDA: run tests/gpu with one process, or with pytest-xdist (-n 8)")
     units = list(units_of(session.items))
     processes = Processes(session, units)
     try:

@@ -119,3 +119,11 @@ def test_a_test_that_exceeds_its_time_fails_with_that_reason() -> None:
     done = run_pytest("--processes", "2")
     assert "1 failed, 1 passed" in done.stdout
     assert "Timeout (>1.0s)" in done.stdout
+
+
+def test_tests_of_gpus_are_not_forked() -> None:
+    Path("test_gpu.py").write_text("import pytest\n\n\n@pytest.mark.gpu\ndef test_passes(): pass\n")
+    done = run_pytest("--processes", "2", "-o", "markers=gpu")
+    assert done.returncode == 4
+    assert "forks cannot use CUDA" in done.stdout + done.stderr
+    assert run_pytest("-o", "markers=gpu").returncode == 0

@@ -64,8 +64,6 @@ class StepMemory:
     """Of one sample."""
     excess: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """By phase: (samples, bytes) that real steps took beyond the moments, or below them; the fewest samples first."""
-    beyond: list[tuple[int, float]] = field(default_factory=list)
-    """(samples, bytes) that real steps of one strategy took beyond its forecast for such a micro-batch, or below it."""
     unit_bytes: list[float]
     """Parameters of each part that a sharded model gathers at a time; the last is the rest of the model."""
     framework_bytes: float
@@ -129,9 +127,7 @@ class Peak:
 
 def peak(memory: StepMemory, place: Placement, micro_batch: int) -> Peak:
     """The peak of a training step, evaluations left out."""
-    found = _highest(memory, place, micro_batch, (_phase(place, micro_batch), UPDATE))
-    more = excess_at(memory.beyond, micro_batch)
-    return replace(found, kinds={**found.kinds, "activations": found.kinds["activations"] + more})
+    return _highest(memory, place, micro_batch, (_phase(place, micro_batch), UPDATE))
 
 
 def evaluation_peak(memory: StepMemory, place: Placement, micro_batch: int) -> Peak | None:

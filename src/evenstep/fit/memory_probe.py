@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -25,7 +24,6 @@ from evenstep.fit.device_memory import MemoryMeter, available_bytes, limit_gpus,
 from evenstep.fit.shape_pass import longest
 from evenstep.monitor.known_errors import Situation, is_out_of_memory
 from evenstep.plan import Plan
-from evenstep.record import Step
 from evenstep.sampling.rng import fork_rng
 from evenstep.sampling.samplers import Subset
 from evenstep.strategy_facts import STRATEGIES
@@ -35,13 +33,11 @@ from evenstep.training.step import Stepper, eager_steps
 from evenstep.training.team import Team, join_team
 from evenstep.training.trainer import Event, Trainer, perform, set_up_torch
 
-FILE, STRATEGY_FILE = "memory.json", "strategy.json"
+FILE, PROCESS_FILE = "memory.json", "process-bytes"
 OUT_OF_MEMORY, AVAILABLE = "out-of-memory-", "available-"
 """Files of each rank in the folder of a probe: it had too little memory; what it had at its start."""
 STEPS = 5
 """The optimizer's state is made in the first; the others are timed."""
-SETTLING_STEPS = STEPS + 1
-"""The heap of a CPU grows for some steps, until what is freed can be used again: not fewer than in a probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +89,8 @@ def load_libraries(plan: Plan, team: Team) -> None:
         warm_up_shards(team)
 
 
-@dataclass(frozen=True)
-class StrategyMemory:
-    """What processes of a strategy take, on the rank that takes most."""
-
-    process_bytes: int
-    """Before there is a model."""
-    growth_bytes: list[int]
-    """Beyond that, by steps of each number of micro-batches."""
-
-
-def measure_strategy(plan: Plan, task: Task, run_folder: Path, *, accumulate: Sequence[int]) -> Iterator[Event]:
-    """What a worker does to see what a process of a strategy holds, and what a few steps of each of these cuts add."""
+def measure_process(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
+    """What a worker does to see what a process of a strategy holds before it has a model."""
     set_up_torch(plan)
     team = join_team(
         *(plan.strategy, plan.devices, plan.precision, plan.seed),
@@ -112,37 +98,13 @@ def measure_strategy(plan: Plan, task: Task, run_folder: Path, *, accumulate: Se
         mesh=plan.mesh,
         schedule=plan.pipeline_schedule,
     )
-    team.world.communication.link = plan.link
     load_libraries(plan, team)
-    held = MemoryMeter(team.world.device).now()
-    grown = []
-    for num in accumulate:
-        own = replace(plan, accumulate=num, steps=SETTLING_STEPS)
-        # With a team of its own, whose strategy keeps nothing of the model before.
-        again = Team(team.world, plan.strategy, team.precision, plan.seed)
-        grown.append(_settled_peak(own, task, run_folder, again) - held)
-    ranks = team.world.gather([held, *grown])
+    held = team.world.gather(MemoryMeter(team.world.device).now())
     if team.world.is_main:
-        most = StrategyMemory(max(one[0] for one in ranks), [max(sizes) for sizes in zip(*ranks, strict=True)][1:])
-        (run_folder / STRATEGY_FILE).write_text(json.dumps(asdict(most)))
+        (run_folder / PROCESS_FILE).write_text(str(max(held)))
     # No rank exits while another still reads what it sent.
     team.world.barrier()
     yield from ()
-
-
-def _settled_peak(plan: Plan, task: Task, run_folder: Path, team: Team) -> int:
-    """The peak of this process in some steps, after which nothing of them is left."""
-    meter = MemoryMeter(team.world.device)
-    probe = MemoryProbe(plan, longest_first(plan, task), run_folder, team)
-    try:
-        for _ in probe.steps():
-            pass
-        return meter.peak()
-    finally:
-        probe.close()
-        del probe
-        gc.collect()
-        meter.return_freed()
 
 
 class MemoryProbe(Trainer):
@@ -182,7 +144,7 @@ class MemoryProbe(Trainer):
     def events(self) -> Iterator[Event]:
         seconds: list[float] = []
         began = time.perf_counter()
-        for step in self.steps():
+        for step, *_ in train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=lambda step: True):
             yield step
             seconds.append(time.perf_counter() - began)
             began = time.perf_counter()
@@ -204,11 +166,6 @@ class MemoryProbe(Trainer):
             highest = {name: max(one[name] for one in ranks) for name in ranks[0]}
             highest["available_bytes"] = min(one["available_bytes"] for one in ranks)
             (self.folder / FILE).write_text(json.dumps(highest))
-
-    def steps(self) -> Iterator[Step]:
-        """The steps of the plan."""
-        for step, *_ in train(self.run, self.stepper, self.plan, self._peak_bytes, waits_at=lambda step: True):
-            yield step
 
     def _evaluation_peak(self) -> int:
         if not self.valid:

@@ -47,8 +47,6 @@ from evenstep.task import has_several
 MOST_PROBES = 3
 ROOMY = 0.6
 """A forecast for one process below this part of the limit is believed without a probe, by --micro auto."""
-ROOMY_STEPS, PARTS = 0.5, (1, 2, 4)
-"""Steps that correct a forecast take at most this part of the limit; these parts of the samples."""
 SMALLER = 0.7
 """The next micro-batch after one that ran out of memory, if nothing better is known."""
 SIDE_BY_SIDE = 0.8
@@ -77,11 +75,8 @@ class MemoryRunner:
     """Of the model, where ranks divide it."""
     _number: int = 0
 
-    def shapes(self, share: int, *, is_tried: bool = False, **changes: Any) -> StepMemory | None:
-        """What a step holds on one device; None if that cannot be said without computing it.
-
-        `is_tried`: `corrected` will follow for every strategy.
-        """
+    def shapes(self, share: int, **changes: Any) -> StepMemory | None:
+        """What a step holds on one device; None if that cannot be said without computing it."""
         if has_several(self.base.task):
             self.notes.append("a task of several models is not forecast, only tried")
             return None
@@ -89,8 +84,7 @@ class MemoryRunner:
         plan = self.base.plan
         alone: dict[str, Any] = {"strategy": REFERENCE, "devices": plan.devices[:1], "accumulate": 1, "shares": None}
         alone |= {"mesh": None, "cpu_offload": False}
-        known: dict[str, Any] = {"share": share, "limit": self.limit, "division": self.division, "is_tried": is_tried}
-        measure = partial(shape_pass.measure_shapes, **known)
+        measure = partial(shape_pass.measure_shapes, share=share, limit=self.limit, division=self.division)
         try:
             text = self._run(measure, shape_pass.FILE, steps=1, **alone, **changes)
         except _Failed as failed:
@@ -103,25 +97,17 @@ class MemoryRunner:
         self.notes += [note for note in found.notes if note not in self.notes]
         return found
 
-    def corrected(self, memory: StepMemory, place: Placement, **changes: Any) -> StepMemory:
-        """The same on a CPU, with what processes of this strategy hold: torch itself, and what steps take beyond it."""
-        if place.kind != "cpu":
+    def with_libraries(self, memory: StepMemory, place: Placement, **changes: Any) -> StepMemory:
+        """The same, with what torch holds in each process of this strategy, which on a CPU is memory of the machine."""
+        if place.kind != "cpu" or not (place.facts.shards or place.division):
             return memory
-        tried = cuts_to_correct_by(memory, place, limit_of(memory, place, self.limit))
-        measure = partial(memory_probe.measure_strategy, accumulate=[cut.accumulate for cut in tried])
-        self.log(f"correcting the forecast for {place.facts.name} by a few steps")
         try:
-            text = self._run(measure, memory_probe.STRATEGY_FILE, steps=1, accumulate=1, **changes)
+            held = float(self._run(memory_probe.measure_process, memory_probe.PROCESS_FILE, steps=1, **changes))
         except _Failed:
             # The probe says why.
             return memory
-        found = msgspec.json.decode(text, type=memory_probe.StrategyMemory)
-        held = float(found.process_bytes)
         ranks = [replace(one, framework_bytes=held) for one in memory.ranks]
-        known = replace(memory, framework_bytes=held, ranks=ranks)
-        grown = zip(tried, found.growth_bytes, strict=True)
-        beyond = [(cut.size, held + added - peak(known, place, cut.size).total) for cut, added in grown]
-        return replace(known, beyond=beyond)
+        return replace(memory, framework_bytes=held, ranks=ranks)
 
     def probe(self, cut: Cut, **changes: Any) -> memory_probe.ProbedMemory | RanOut:
         """Real steps with this micro-batch."""
@@ -186,18 +172,6 @@ def placement(plan: Plan, facts: StrategyFacts, num_devices: int) -> Placement:
         num_shards=mesh.num_shards if mesh is not None and ranks > 1 else shards,
         is_offloaded=plan.cpu_offload and facts.offloads,
     )
-
-
-def cuts_to_correct_by(memory: StepMemory, place: Placement, limit: float) -> list[Cut]:
-    """The largest micro-batch that is forecast to take less than half of the limit, a half and a quarter of it."""
-    small = [
-        cut
-        for cut in cuts(place.share, 2 if memory.has_batchnorm else 1)
-        if needs(memory, place, cut.size) <= ROOMY_STEPS * limit
-    ]
-    parts = [next((cut for cut in small if cut.size <= small[0].size // part), None) for part in PARTS if small]
-    # The smallest first: what is left of it does not hide what the next one takes.
-    return sorted({cut for cut in parts if cut is not None}, key=lambda cut: cut.size)
 
 
 def limit_of(memory: StepMemory, place: Placement, given: int | None) -> float:
@@ -324,7 +298,7 @@ def fit(request: FitRequest, log: Log = lambda line: None) -> FitResult:
         places = [placement(base.plan, facts, 1 if facts.is_reference else num) for facts in rows]
         runner = MemoryRunner(base, log, request.memory, division=places[0].division)
         _refuse_small_batch(base.plan, places)
-        memory = runner.shapes(max(place.share for place in places), is_tried=names is not None)
+        memory = runner.shapes(max(place.share for place in places))
         found = [_row(runner, place, memory, names) for place in places]
         if memory is not None and memory.has_batchnorm:
             runner.notes.append(BATCHNORM)
@@ -377,7 +351,7 @@ def _row(runner: MemoryRunner, place: Placement, memory: StepMemory | None, name
     changes = {"strategy": place.facts.name, "devices": (names or ())[: place.devices], "shares": None}
     why_not = _why_not(plan, place, changes, memory, runner.limit)
     if memory is not None and not why_not:
-        memory = runner.corrected(memory, place, **changes)
+        memory = runner.with_libraries(memory, place, **changes)
     limit = limit_of(memory, place, runner.limit) if memory is not None else None
     search = Search(runner, place, memory, limit, changes)
     expected = search.expected()
@@ -455,9 +429,9 @@ def with_micro_batch(prepared: Prepared, log: Log = lambda line: None) -> Prepar
     plan = prepared.plan
     place = placement(plan, STRATEGIES[plan.strategy], len(plan.devices))
     runner = MemoryRunner(prepared, log, division=place.division)
-    memory = runner.shapes(place.share, is_tried=True)
+    memory = runner.shapes(place.share)
     if memory is not None:
-        memory = runner.corrected(memory, place)
+        memory = runner.with_libraries(memory, place)
     limit = limit_of(memory, place, None) if memory is not None else None
     search = Search(runner, place, memory, limit, {}, first=plan.accumulate)
     cut = search.expected()

@@ -23,12 +23,13 @@ from evenstep.predict.forecast_table import show_forecast
 from evenstep.predict.links import Cluster, Link, parse_link
 from evenstep.predict.model_division import Arrangement, BlockShare, DividedStep, ModelDivision, TensorShare
 from evenstep.predict.step_model import StepParts, Workload
-from evenstep.record import PARTS, Lane, Measurement, Record, Step, Timeline
+from evenstep.record import PARTS, Lane, Record, Step, Timeline
 from evenstep.strategies.pipeline_cut import find_cut
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Task
 from evenstep.verify.causes import _from_message
 from evenstep.verify.recorder import Failure
+from tests.pure.test_predict import ten_steps
 
 FREE = Link(latency=0.0, bandwidth=1e15)
 WORK = Workload(fixed_seconds=0.0, sample_seconds=0.001, jitter=0.0)
@@ -144,18 +145,7 @@ def record(strategy: str, devices: int, parts: dict[str, float], sent_bytes: int
     return Record(
         plan,
         machine={"cores": 16, "threads": 1},
-        measurement=Measurement(
-            first_step_at=0.0,
-            samples=640,
-            seconds=10 * seconds,
-            step_seconds=[seconds] * 10,
-            timed_seconds=seconds,
-            parts=parts,
-            without_input_seconds=seconds,
-            without_communication_seconds=None,
-            sent_bytes=sent_bytes,
-            peak_bytes={},
-        ),
+        measurement=ten_steps(seconds, parts, sent_bytes),
     )
 
 

@@ -31,6 +31,7 @@ def show_check(result: CheckResult, console: Console) -> None:
         *_bound(result),
         *(f"suspect, and not used: {line}" for line in result.suspects),
         *(f"not predicted, as --link is required: {line}" for line in result.refused),
+        *(f"one kind of network: {line}" for line in result.weak),
         "",
         *(f"not met: {line}" for line in result.unmet),
     ]

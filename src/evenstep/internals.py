@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -156,6 +156,11 @@ def make_fused(optimizer: Any) -> None:
 def version_of(tensor: torch.Tensor) -> int:
     """How often operations have changed it in place; torch's batch_norm is not counted."""
     return tensor._version
+
+
+def has_accumulation_hooks(weights: Iterable[torch.Tensor]) -> bool:
+    """Whether something is called when a gradient of one of these has been added to."""
+    return any(weight._post_accumulate_grad_hooks for weight in weights)
 
 
 def take_buffers(target: nn.Module, source: nn.Module) -> None:

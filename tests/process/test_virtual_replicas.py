@@ -7,6 +7,8 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
+from evenstep.distributed.gradient_tree import GradientTree
 from evenstep.distributed.shm.native import load
+from evenstep.errors import TaskError
 from evenstep.plan import Plan
 from evenstep.record import Record
 from evenstep.training import replica_seeds
@@ -482,6 +486,84 @@ def test_gradients_that_backward_adds_in_parts_have_the_same_bits() -> None:
         )
         found.append(([loop.step() for _ in range(4)], loop.weights()))
     assert found[0] == found[1]
+
+
+def squared(model: Any, batch: Any) -> torch.Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def num_sums_left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every sum that is left to a backward."""
+    left: list[int] = []
+    leave = GradientTree.leave
+    monkeypatch.setattr(GradientTree, "leave", lambda tree: (left.append(1), leave(tree)))
+    return left
+
+
+def test_after_the_first_step_a_backward_adds_to_gradients_of_its_neighbour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = num_sums_left(monkeypatch)
+    loop = Loop(joined("cpu"), nn.Linear(16, 1), squared)
+    found = []
+    for _ in range(3):
+        loop.step()
+        found.append(len(left))
+    assert found == [0, 2, 4]
+
+
+def clamp(weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.clamp_(-0.01, 0.01)
+
+
+def test_hooks_on_gradients_see_those_of_one_virtual_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = num_sums_left(monkeypatch)
+    found = []
+    for devices in (("cpu",), ("cpu", "cpu")):
+        torch.manual_seed(0)
+        loop = Loop(joined(*devices), nn.Linear(16, 1), squared)
+        for weights in loop.model.weights_of:
+            for weight in weights:
+                weight.register_post_accumulate_grad_hook(clamp)
+        found.append(([loop.step() for _ in range(4)], loop.weights()))
+    assert found[0] == found[1]
+    assert not left
+
+
+def test_layers_that_are_trained_later_are_looked_at_then() -> None:
+    found = []
+    for devices in (("cpu",), ("cpu", "cpu")):
+        torch.manual_seed(0)
+        loop = Loop(joined(*devices, virtual_replicas=2), Reentrant(), squared)
+        for replica in loop.model.loss_modules:
+            replica.model.layer.requires_grad_(False)
+        losses = [loop.step() for _ in range(2)]
+        for replica in loop.model.loss_modules:
+            replica.model.layer.requires_grad_(True)
+        found.append((losses, [loop.step() for _ in range(2)], loop.weights()))
+    assert found[0] == found[1]
+
+
+def test_a_backward_that_begins_to_add_in_parts_is_refused() -> None:
+    model = Reentrant()
+    loop = Loop(joined("cpu"), model, squared)
+    with monkeypatched_checkpoint():
+        loop.step()
+        loop.step()
+    with pytest.raises(
+        TaskError, match=r"more than once to the gradient of a parameter of shape \(16,.*use_reentrant=False"
+    ):
+        loop.step()
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@contextmanager
+def monkeypatched_checkpoint() -> Iterator[None]:
+    """Inside, checkpoints are not reentrant."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "checkpoint", lambda work, x, use_reentrant: work(x))
+        yield
 
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")])

@@ -247,6 +247,15 @@ dist.destroy_process_group()
     )
 
 
+def test_hooks_on_accumulated_gradients_are_seen() -> None:
+    weights = [torch.zeros(2, requires_grad=True), torch.zeros(2)]
+    assert not internals.has_accumulation_hooks(weights)
+    hook = weights[0].register_post_accumulate_grad_hook(lambda weight: None)
+    assert internals.has_accumulation_hooks(weights)
+    hook.remove()
+    assert not internals.has_accumulation_hooks(weights)
+
+
 def test_a_parameter_of_one_row_becomes_zero_dimensional(tmp_path: Path) -> None:
     run_in_child(
         exec,

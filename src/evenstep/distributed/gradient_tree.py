@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from types import NoneType
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import Node as GraphNode
 
-from evenstep.internals import foreach_add_
+from evenstep.errors import TaskError
+from evenstep.internals import foreach_add_, has_accumulation_hooks, version_of
 
 Gradients = list[torch.Tensor | None]
 """One for each weight; None where backward did not reach it."""
@@ -139,8 +141,8 @@ class GradientTree:
     def __init__(self, weights: Sequence[torch.Tensor], virtual: range) -> None:
         self._weights = weights
         self._additions = iter(additions_after(virtual))
-        self._num_additions = next(self._additions, 0)
-        """Of the next virtual replica."""
+        self._num_additions, self._after_next = next(self._additions, 0), next(self._additions, 0)
+        """Of the next virtual replica, and of the one after it."""
         self._has_gaps = False
         """Whether a sum may lack a gradient."""
         self.sums: list[Gradients] = []
@@ -150,6 +152,19 @@ class GradientTree:
     def keeps_next(self) -> bool:
         """Whether gradients of the next virtual replica become a sum, to which others are added in their memory."""
         return not self._num_additions or self._has_gaps
+
+    @property
+    def joins_next(self) -> bool:
+        """Whether the next virtual replica and the one after it become one sum, before any other."""
+        return not self._num_additions and self._after_next > 0
+
+    def leave(self) -> None:
+        """Leave the gradients of the next virtual replica with the weights: the backward after it adds to them."""
+        self._advance()
+        self._num_additions -= 1
+
+    def _advance(self) -> None:
+        self._num_additions, self._after_next = self._after_next, next(self._additions, 0)
 
     def take(self, known: Gradients | None = None) -> None:
         """Take the gradients off the weights: they are those of the next virtual replica, `known` or not."""
@@ -162,7 +177,80 @@ class GradientTree:
         for _ in range(self._num_additions):
             gradients = add(self.sums.pop(), gradients)
         self.sums.append(gradients)
-        self._num_additions = next(self._additions, 0)
+        self._advance()
+
+
+class BackwardSums:
+    """Two neighbours of the tree summed by the backward of the second, in the gradients of the first.
+
+    That is one pass over the gradients less, and the same sum, if a backward adds to every gradient once. In the first
+    step this is counted. Reentrant checkpointing adds in parts: (a + b) + c, where the tree adds a + (b + c).
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._weights = weights
+        self._is_possible = True
+        self._is_known = [False] * len(weights)
+        """For each gradient, whether a backward was seen to add to it."""
+        self._looks_next = True
+        self._nodes: list[GraphNode] = []
+        """What is looked at in this step."""
+        self._num_added: list[int] = []
+        """To each gradient, by the last backward that was looked at."""
+
+    def start(self) -> None:
+        """Before the virtual replicas of a step."""
+        self._nodes.clear()
+        # Hooks would be called with sums, and with other ones on other devices.
+        self._is_possible = self._is_possible and not has_accumulation_hooks(self._weights)
+        if self._looks_next and self._is_possible:
+            self._looks_next = False
+            # Hooks of tensors make every later backward slower, removed or not; these nodes are gone after the step.
+            for index, weight in enumerate(self._weights):
+                if weight.requires_grad:
+                    self._nodes.append(_accumulator(weight))
+                    self._nodes[-1].register_prehook(partial(self._count, index))
+
+    def _count(self, index: int, _: object) -> None:
+        self._num_added[index] += 1
+        self._is_known[index] = True
+        self._is_possible = self._is_possible and self._num_added[index] == 1
+
+    def begin(self) -> None:
+        """Before a backward."""
+        if self._nodes:
+            self._num_added = [0] * len(self._weights)
+
+    def leave(self, gradients: Gradients) -> list[int] | None:
+        """How often each of these was changed so far, if the next backward may add to them; None if not."""
+        if not self._is_possible or self._nodes:
+            return None
+        for gradient, is_known in zip(gradients, self._is_known, strict=True):
+            if gradient is not None and not is_known:
+                # It was frozen so far.
+                self._looks_next = True
+                return None
+        return [-1 if gradient is None else version_of(gradient) for gradient in gradients]
+
+    def check(self, left: list[int]) -> None:
+        """After the backward that added to what was left."""
+        for weight, before in zip(self._weights, left, strict=True):
+            if before >= 0 and version_of(weight.grad) > before + 1:  # type: ignore[arg-type]
+                raise TaskError(
+                    "the backward of this step added more than once to the gradient of a parameter of shape "
+                    f"{tuple(weight.shape)}, and that of the first step did not, so their sum would have other bits on "
+                    "other devices; if the loss uses torch.utils.checkpoint now and then, give it use_reentrant=False"
+                )
+
+
+def _accumulator(weight: torch.Tensor) -> GraphNode:
+    """The node of backward that adds to the weight's gradient."""
+    with torch.enable_grad():
+        grad_fn = weight.view_as(weight).grad_fn
+    assert grad_fn is not None
+    node = grad_fn.next_functions[0][0]
+    assert node is not None
+    return node
 
 
 def total(sums: Iterable[Gradients], layout: Layout) -> Gradients:

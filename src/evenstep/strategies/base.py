@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -33,7 +33,7 @@ from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Amount
 
 if TYPE_CHECKING:
-    from evenstep.distributed.gradient_tree import GradientTree
+    from evenstep.distributed.gradient_tree import BackwardSums, GradientTree
 
 T = TypeVar("T")
 
@@ -137,6 +137,13 @@ class DistributedModel:
         """Those of each replica, which get its gradients."""
         self.separate = [SeparateGradients(weights) for weights in self.weights_of]
         """For each replica, to be called after its backward."""
+
+    @cached_property
+    def backward_sums(self) -> list[BackwardSums]:
+        """For each replica, whether a backward may add to the gradients of the virtual replica before it."""
+        from evenstep.distributed.gradient_tree import BackwardSums
+
+        return [BackwardSums(weights) for weights in self.weights_of]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """The output of the model on this process's first device, without gradients: `team.backward` computes those.

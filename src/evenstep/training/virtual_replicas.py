@@ -84,31 +84,48 @@ class VirtualBackward:
             buffers.finish(min(self._batch.num_samples, split.least))
 
     def _on_device(self, replica: int, turns: list[Turn]) -> GradientTree:
-        model, micro_batches, split = self._backward.models[0], self._batch.micro_batches, self._batch.loader.split
-        weights = model.weights_of[replica]
+        model, split = self._backward.models[0], self._batch.loader.split
+        weights, separate = model.weights_of[replica], model.separate[replica]
         tree = GradientTree(weights, split.virtual[split.replicas[replica]])
-        separate = model.separate[replica]
+        num_to_run = sum([len(turn.micro_batches) for turn in turns])
+        num_left = self._num_left(num_to_run)
         # fsdp's gradients are not those of its parameters.
         are_known = separate.weights is weights
-        num_here = num_to_run = sum([len(turn.micro_batches) for turn in turns])
-        num_left = self._num_left(num_here)
-        for virtual, own in turns:
-            for buffers in self._buffers:
-                buffers.begin(replica)
-            for number, part in enumerate(own):
-                if number:
-                    # Backward adds to what the last one left.
-                    separate()
-                num_to_run -= 1
-                self._totals.begin(part.number)
-                self._seeds.set(replica, part.own)
-                self._backward.compute(not (num_to_run or num_left), replica, micro_batches[part.at][replica])
-            for buffers in self._buffers if own else ():
-                buffers.end(replica, virtual)
+        sums = model.backward_sums[replica]
+        if are_known:
+            sums.start()
+        can_leave = are_known and self._totals.turns.num_micro == 1 and num_to_run == len(turns)
+        left: list[int] | None = None
+        for turn in turns:
+            num_to_run -= len(turn.micro_batches)
+            self._run_turn(replica, turn, not (num_to_run or num_left))
+            if left is not None:
+                sums.check(left)
             gradients = separate() if tree.keeps_next or not are_known else None
-            tree.take(gradients if are_known else None)
+            left = sums.leave(gradients) if can_leave and tree.joins_next and gradients is not None else None
+            if left is not None:
+                tree.leave()
+            else:
+                tree.take(gradients if are_known else None)
         self._stand_in(replica, num_left)
         return tree
+
+    def _run_turn(self, replica: int, turn: Turn, is_last: bool) -> None:
+        """The micro-batches of one virtual replica."""
+        model, (virtual, own) = self._backward.models[0], turn
+        for buffers in self._buffers:
+            buffers.begin(replica)
+        for number, part in enumerate(own, 1):
+            if number > 1:
+                # Backward adds to what the last one left.
+                model.separate[replica]()
+            self._totals.begin(part.number)
+            self._seeds.set(replica, part.own)
+            model.backward_sums[replica].begin()
+            micro_batch = self._batch.micro_batches[part.at][replica]
+            self._backward.compute(is_last and number == len(own), replica, micro_batch)
+        for buffers in self._buffers if own else ():
+            buffers.end(replica, virtual)
 
     def _num_left(self, num_here: int) -> int:
         """Micro-batches that another rank runs and this one has not, where all must run as many."""

@@ -16,7 +16,7 @@ from models import mlp
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.monitor.replicas import ReplicaCheck
+from evenstep.monitor.replica_check import ReplicaCheck
 from evenstep.plan import USUAL
 
 MODELS = {

@@ -24,7 +24,7 @@ import psutil
 
 from evenstep.plan import Plan
 from evenstep.record import RecordWriter
-from evenstep.trackers.follower import NICENESS, start_follower
+from evenstep.trackers.tracker_process import NICENESS, start_follower
 
 STEPS = 1000
 HOW = ("--strategy", "ddp", "--devices", "cpu,cpu", "--threads", "1", "--steps", str(STEPS), "--quiet", "--json")

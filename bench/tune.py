@@ -35,8 +35,9 @@ import harness
 import optuna
 
 import evenstep
-from evenstep.tune.sampler import distribution
-from evenstep.tune.study import Study, read_study
+from evenstep.tune.optuna_sampler import distribution
+from evenstep.tune.study import read_study
+from evenstep.tune.successive_halving import Study
 
 TASKS = Path(__file__).with_name("tune_tasks.py")
 RUNGS = (1, 3, 9)

@@ -34,7 +34,7 @@ MODULES = (
     "evenstep.cli",
     "evenstep.distributed.shm.allreduce",
     "evenstep.launcher.launch",
-    "evenstep.monitor.replicas",
+    "evenstep.monitor.replica_check",
     "evenstep.monitor.stragglers",
     "evenstep.training.trainer",
     "evenstep.worker.main",

@@ -34,7 +34,7 @@ from evenstep.strategy_facts import (
 
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
-"""Of pipelines; see pipeline_order.py."""
+"""Of pipelines; see pipeline_schedule.py."""
 FastName = Literal["auto", "off"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 MicroName = Literal["auto"]

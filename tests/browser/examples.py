@@ -11,7 +11,8 @@ from evenstep.plan import Plan
 from evenstep.record import Evaluation, Lane, Measurement, Record, RecordWriter, Step, Summary, Timeline
 from evenstep.report.comparison import Comparison, Parity, Range, Row
 from evenstep.tune.space import Dimension
-from evenstep.tune.study import Began, CommandStart, Reached, Study, StudyRequest, SuggestedTrial, TrialFailed
+from evenstep.tune.study_rows import Began, CommandStart, Reached, StudyRequest, SuggestedTrial, TrialFailed
+from evenstep.tune.successive_halving import Study
 
 NASTY = "<script>window.ran=1</script>\"'`</script><img src=x onerror=window.ran=1>$$x^2$$ {{7*7}} 训练 " + "long" * 40
 MACHINE = {"python": "3.11.7", "torch": "2.13.0+cpu", "system": "Linux x86_64", "cores": 8, "memory_bytes": 2**35}

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import evenstep
-from evenstep.distributed.collectives import DEPTH, Ledger, Other, SentLedger, open_ledger
+from evenstep.distributed.collective_check import DEPTH, Ledger, Other, SentLedger, open_ledger
 
 
 def found(ledger: Ledger, entries: list[int]) -> list[int] | None:

@@ -14,7 +14,7 @@ import evenstep
 from evenstep.checkpoint.shards import own_rows, rows_like, with_rows
 from evenstep.errors import TrainingError
 from evenstep.internals import tensor_of_shards
-from evenstep.monitor.replicas import ReplicaCheck
+from evenstep.monitor.replica_check import ReplicaCheck
 
 
 def difference(check: ReplicaCheck) -> str:

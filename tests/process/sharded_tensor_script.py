@@ -14,7 +14,7 @@ from torch import nn
 import evenstep
 from evenstep.distributed.parameter_slices import joined, slice_of
 from evenstep.errors import TaskError
-from evenstep.monitor.replicas import ReplicaCheck
+from evenstep.monitor.replica_check import ReplicaCheck
 
 STEPS = 4
 

@@ -18,7 +18,7 @@ from torch import nn
 from evenstep.distributed.worker_process import WorkerSpec, set_spec
 from evenstep.distributed.world import World, join_world
 from evenstep.errors import TrainingError
-from evenstep.monitor.replicas import ReplicaCheck
+from evenstep.monitor.replica_check import ReplicaCheck
 from evenstep.monitor.stragglers import StragglerMonitor, probe
 
 NUM_RANKS = 3

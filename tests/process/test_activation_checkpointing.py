@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from evenstep.errors import PlanError, TaskError
+from evenstep.fit.fake_tensor_pass import step_memory
 from evenstep.fit.memory_model import STEP
-from evenstep.fit.shape_pass import step_memory
 from evenstep.plan import Plan
 from evenstep.tasks.networks import GPT
 from evenstep.training.activation_checkpointing import RecomputedForward, checkpoint_activations

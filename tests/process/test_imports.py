@@ -20,16 +20,16 @@ from evenstep.tasks import digits
 def task():
     return replace(digits.task(), show=lambda model: " ".join(name for name in sys.modules if "evenstep." in name))
 """
-MOST = 104
+MOST = 105
 UNUSED = (
     "audit",
     "checkpoint.broadcast",
     "compare",
-    "distributed.collectives",
+    "distributed.collective_check",
     "distributed.shm",
     "doctor",
-    "monitor.oom",
-    "monitor.replicas",
+    "monitor.cuda_out_of_memory",
+    "monitor.replica_check",
     "monitor.stragglers",
     "predict",
     "profiling",
@@ -60,5 +60,5 @@ def test_one_device_imports_only_what_it_needs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_devices_import_the_monitors_and_shared_memory_but_no_graphs(tmp_path: Path) -> None:
     found = imported(tmp_path, "--devices", "cpu,cpu", "--strategy", "ddp")
-    assert {"monitor.replicas", "monitor.stragglers", "distributed.shm.allreduce", "strategies.ddp"} <= found
+    assert {"monitor.replica_check", "monitor.stragglers", "distributed.shm.allreduce", "strategies.ddp"} <= found
     assert {name for name in found if name.startswith(("training.cuda_graphs", "profiling", "audit"))} == set()

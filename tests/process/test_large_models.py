@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from evenstep.distributed.world import World
-from evenstep.training import file_backed
-from evenstep.training.file_backed import build
+from evenstep.training import file_backed_init
+from evenstep.training.file_backed_init import build
 from tests.fleet import newest_weights
 
 MB = 10**6
@@ -99,7 +99,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_backed, "LARGE", 2**16)
+    monkeypatch.setattr(file_backed_init, "LARGE", 2**16)
 
 
 def world(rank: int) -> World:
@@ -166,7 +166,7 @@ def test_memory_of_the_process_does_not_grow_with_the_model(tmp_path: Path) -> N
 import resource, torch
 from pathlib import Path
 from torch import nn
-from evenstep.training.file_backed import FileBacked
+from evenstep.training.file_backed_init import FileBacked
 torch.ones(10) @ torch.ones(10)
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024

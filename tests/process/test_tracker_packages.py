@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from evenstep.record import Record
-from evenstep.trackers.follower import read_state
+from evenstep.trackers.tracker_process import read_state
 from tests.process.watched import RUN, evenstep_command, start_training, train
 
 # Warnings are those of the packages among each other.

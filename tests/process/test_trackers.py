@@ -20,8 +20,8 @@ from evenstep.errors import PlanError
 from evenstep.plan import Plan
 from evenstep.record import RecordWriter, Step
 from evenstep.trackers import check_installed, how_to_look
-from evenstep.trackers.follower import Feed, is_followed, read_state, start_follower
 from evenstep.trackers.points import whole_history
+from evenstep.trackers.tracker_process import Feed, is_followed, read_state, start_follower
 from tests.process import traced_task
 from tests.process.traced_task import task
 from tests.process.watched import RUN, evenstep_command, start_training, train
@@ -163,7 +163,7 @@ def test_a_tracker_that_fails_is_one_line_and_the_rest_can_be_sent_later(
 
 def followers_of(process: int) -> list[psutil.Process]:
     children = psutil.Process(process).children()
-    return [child for child in children if "evenstep.trackers.follower" in child.cmdline()]
+    return [child for child in children if "evenstep.trackers.tracker_process" in child.cmdline()]
 
 
 def wait_until(what: Callable[[], object]) -> None:

@@ -22,7 +22,9 @@ from safetensors.numpy import load_file
 
 from evenstep.distributed.devices import num_cores
 from evenstep.record import Record
-from evenstep.tune.study import Study, read_study
+from evenstep.tune import optuna_sampler
+from evenstep.tune.study import read_study
+from evenstep.tune.successive_halving import Study
 from tests.pure.conftest import Ended, evenstep
 from tests.waiting import wait_until
 
@@ -196,7 +198,7 @@ def test_without_optuna_a_study_is_shown_without_importances(
     halved: Path, monkeypatch: pytest.MonkeyPatch, evenstep: Callable[..., Ended]
 ) -> None:
     shutil.copytree(halved / "runs/s", "s")
-    monkeypatch.setattr("evenstep.tune.sampler.has_optuna", lambda: False)
+    monkeypatch.setattr("evenstep.tune.optuna_sampler.has_optuna", lambda: False)
     monkeypatch.setattr("evenstep.tune.study_page.has_optuna", lambda: False)
     monkeypatch.setitem(sys.modules, "optuna", None)
     shown = evenstep("tune", "--show", "s")
@@ -356,14 +358,12 @@ def test_bad_input_is_one_line_and_starts_nothing(words: tuple[str, ...], messag
 def test_without_optuna_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
-    from evenstep.tune import sampler
-
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "optuna" else find(name, *more)
     )
     with pytest.raises(Exception, match=r"needs Optuna, which is not installed; pip install 'evenstep\[tune\]'"):
-        sampler.need_optuna("tpe")
+        optuna_sampler.need_optuna("tpe")
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def no_tensorboard(rank: int, step: int) -> None:
 
 def told(rank: int, step: int) -> None:
     """Nothing goes wrong; what this rank has imported by now is written down."""
-    trackers = ("tensorboard", "mlflow", "evenstep.trackers.follower")
+    trackers = ("tensorboard", "mlflow", "evenstep.trackers.tracker_process")
     Path(f"imported{rank}").write_text(json.dumps([name for name in trackers if name in sys.modules]))
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import evenstep
 from evenstep.checkpoint.state import weights, whole
-from evenstep.distributed.collectives import check_collectives
+from evenstep.distributed.collective_check import check_collectives
 
 out, strategy = Path(sys.argv[1]), sys.argv[2]
 team = evenstep.join(

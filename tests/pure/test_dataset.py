@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from evenstep.data.adapt import adapt
-from evenstep.data.dataset import SampleTransform, open_source
+from evenstep.data.augmentation import SampleTransform
+from evenstep.data.dataset import open_source
 from evenstep.data.nested import map_tensors
 from evenstep.errors import TaskError
 

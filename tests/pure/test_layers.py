@@ -20,7 +20,7 @@ from evenstep.plan import Plan
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 
 SOURCE = Path(evenstep.__file__).parent
-VALUES = {"errors", "schema", "strategy_facts", "mesh", "pipeline_order", "plan", "record", "task"}
+VALUES = {"errors", "schema", "strategy_facts", "mesh", "pipeline_schedule", "plan", "record", "task"}
 ENGINE = {
     *VALUES,
     "internals",
@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "internals": set(),
     "sampling": {"errors", "internals"},
     "mesh": {"errors", "strategy_facts"},
-    "pipeline_order": set(),
+    "pipeline_schedule": set(),
     "plan": {"errors", "schema", "strategy_facts", "mesh", "sampling"},
     "record": {"errors", "schema", "plan"},
     "task": {"errors", "schema", "sampling"},
@@ -138,7 +138,7 @@ NAMES_A_STRATEGY = {
     "cli/compare.py": "examples of commands",
     "cli/predict.py": "examples of commands",
     "cli/fit.py": "examples of commands",
-    "compare/model_look.py": "how each of them would divide a model, timed in one process",
+    "compare/layer_costs.py": "how each of them would divide a model, timed in one process",
     "adopt/hf_trainer.py": "an argument of transformers has this name too",
     "monitor/known_errors.py": "what an error of torch's DDP or fully_shard means, which other strategies do not raise",
 }

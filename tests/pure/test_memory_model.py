@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from evenstep.errors import BadInput
+from evenstep.fit.fake_tensor_parts import memory_of_ranks
+from evenstep.fit.fake_tensor_pass import step_memory
 from evenstep.fit.memory_model import (
     ACCUMULATED,
     COUNTED,
@@ -24,8 +26,6 @@ from evenstep.fit.memory_model import (
     parse_bytes,
     peak,
 )
-from evenstep.fit.shape_pass import step_memory
-from evenstep.fit.split_shapes import memory_of_ranks
 from evenstep.plan import Plan
 from evenstep.strategy_facts import STRATEGIES
 from tests.small_tasks import small_task

@@ -21,7 +21,7 @@ import evenstep
 from evenstep.errors import TaskError
 from evenstep.sampling.rng import is_same_state, rng_states
 from evenstep.training.optimizer_rehearsal import Rehearsal, refuse_closure
-from evenstep.training.whole_update import rounds
+from evenstep.training.whole_matrix_update import rounds
 
 
 class Sharp(Optimizer):

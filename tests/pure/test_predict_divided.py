@@ -12,10 +12,10 @@ from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
 
-from evenstep.compare.model_look import ModelLook
+from evenstep.compare.layer_costs import ModelLook
 from evenstep.distributed.world import World
 from evenstep.errors import BadInput, TaskError
-from evenstep.pipeline_order import StageSeconds, bubble_share, play
+from evenstep.pipeline_schedule import StageSeconds, bubble_share, play
 from evenstep.plan import Plan, ScheduleName
 from evenstep.predict.calibration import activations_link, calibrate
 from evenstep.predict.forecast import Forecaster, Question

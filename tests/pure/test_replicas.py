@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from evenstep.distributed.world import World
-from evenstep.monitor.replicas import ReplicaCheck, checksums, combined, differing
+from evenstep.monitor.replica_check import ReplicaCheck, checksums, combined, differing
 
 KINDS = {
     "fp32": torch.arange(6.0).reshape(2, 3),

@@ -25,7 +25,8 @@ from torch.utils.data import (
 
 from evenstep import samplers
 from evenstep.data.adapt import adapt, as_sampler
-from evenstep.data.dataset import SampleTransform, SubsetSource, Table
+from evenstep.data.augmentation import SampleTransform
+from evenstep.data.dataset import SubsetSource, Table
 from evenstep.errors import PlanError, TaskError
 from evenstep.sampling.order import Lengths, Order, Span
 

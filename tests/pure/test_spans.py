@@ -11,7 +11,7 @@ from torch import nn
 
 from evenstep.distributed.heartbeat import BACKWARD, FORWARD, INPUT, SAVING
 from evenstep.distributed.spans import Listener, Spans, lane
-from evenstep.profiling.timer import Timer
+from evenstep.profiling.step_parts import Timer
 from evenstep.training.team import Team, join
 
 

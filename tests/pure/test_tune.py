@@ -16,18 +16,9 @@ from evenstep.errors import BadInput
 from evenstep.task import Task
 from evenstep.tune.scheduler import parse_metric, parse_rungs
 from evenstep.tune.space import Dimension, grid, parse_search
-from evenstep.tune.study import (
-    FILE,
-    PrunerDecision,
-    Reached,
-    Study,
-    StudyLog,
-    StudyRequest,
-    SuggestedTrial,
-    TrialFailed,
-    TrialJob,
-    read_study,
-)
+from evenstep.tune.study import FILE, StudyLog, read_study
+from evenstep.tune.study_rows import PrunerDecision, Reached, StudyRequest, SuggestedTrial, TrialFailed
+from evenstep.tune.successive_halving import Study, TrialJob
 from tests.marks import num_examples
 
 SPACE = [Dimension("lr", "1e-4..1e-1:log", "float", 1e-4, 1e-1, True), Dimension("n", "1..4", "int", 1, 4)]
@@ -174,7 +165,7 @@ def test_a_device_does_not_wait_for_a_whole_rung() -> None:
 
 def pruned(request: StudyRequest, luck: random.Random) -> tuple[dict[int, int], dict[int, dict[int, bool]]]:
     """Rungs of each trial, and decisions, of a study whose trials end in any order."""
-    from evenstep.tune.pruner import goes_on
+    from evenstep.tune.optuna_pruner import goes_on
 
     curves = random.Random(request.seed)
     values = [sorted((curves.random() for _ in range(3)), reverse=True) for _ in range(request.trials)]
@@ -219,14 +210,14 @@ def test_pruners_decide_the_same_whatever_the_order_of_results(pruner: str) -> N
     ],
 )
 def test_a_pruner_without_its_rungs_is_refused(name: str, rungs: list[int], message: str) -> None:
-    from evenstep.tune.pruner import check_pruner
+    from evenstep.tune.optuna_pruner import check_pruner
 
     with pytest.raises(BadInput, match=message):
         check_pruner(name, rungs)
 
 
 def test_cma_es_needs_two_ranges() -> None:
-    from evenstep.tune.sampler import check_space
+    from evenstep.tune.optuna_sampler import check_space
 
     check_space("cmaes", SPACE)
     check_space("tpe", SPACE[:1])
@@ -275,7 +266,7 @@ def test_what_is_no_study_is_refused(tmp_path: Path, text: str) -> None:
 
 def played(request: StudyRequest, value: Callable[[SuggestedTrial], float], stops: set[int]) -> list[SuggestedTrial]:
     """The suggestions of a study that is read again from its rows wherever it was stopped."""
-    from evenstep.tune.sampler import suggest
+    from evenstep.tune.optuna_sampler import suggest
 
     study, rows = Study(request), []
     while (number := study.next_number()) is not None:

@@ -40,7 +40,7 @@ from evenstep.verify.differences import (
     parts_of,
     saved_as_trained,
 )
-from evenstep.verify.examination import plain
+from evenstep.verify.experiments import plain
 from evenstep.verify.one_batch import SUBSETS, CutUp, Outcome, Rounding, Workbench, cut_up
 from evenstep.verify.recorder import (
     MOST_ELEMENTS,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.checkpoint import files
-from evenstep.distributed.temporary import live_folder
+from evenstep.distributed.temporary_folders import live_folder
 from evenstep.distributed.world import World
 
 PART_BYTES = 2**26

@@ -79,7 +79,7 @@ def _send(folders: list[Path], to: str, is_page: bool) -> None:
     from evenstep.plan import parse_log
     from evenstep.record import Record
     from evenstep.trackers import check_installed
-    from evenstep.trackers.follower import send_run
+    from evenstep.trackers.tracker_process import send_run
 
     if is_page:
         raise BadInput("--to sends runs to trackers and writes no page; leave out --watch and --out")

@@ -30,7 +30,7 @@ from evenstep.strategy_facts import one_of, usual_strategies
 
 if TYPE_CHECKING:
     from evenstep.tune.scheduler import TuneCommand
-    from evenstep.tune.study import Study
+    from evenstep.tune.successive_halving import Study
 
 EXAMPLES = """
 [bold]Examples[/bold]

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 
 from evenstep.compare.compare_strategies import TRIAL, BlockRunner, CompareRequest
+from evenstep.compare.layer_costs import look_at_model
 from evenstep.compare.measure import Block
-from evenstep.compare.model_look import look_at_model
 from evenstep.distributed.devices import choose_devices
 from evenstep.errors import EvenstepError, PlanError, Preempted, TaskError
 from evenstep.launcher.launch import run_in_processes, variant

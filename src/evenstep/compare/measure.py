@@ -18,7 +18,7 @@ import torch
 from evenstep.data.loader import Batch, Loader
 from evenstep.errors import Preempted
 from evenstep.plan import Plan
-from evenstep.profiling.timer import RankSpans, Timer, timeline, usual_parts
+from evenstep.profiling.step_parts import RankSpans, Timer, timeline, usual_parts
 from evenstep.record import Measurement, Step
 from evenstep.task import Task, has_several
 from evenstep.training.loop import StepTaken, train

@@ -21,7 +21,8 @@ from torch.utils.data import (
     default_convert,
 )
 
-from evenstep.data.dataset import Collate, Source, SubsetSource, open_source
+from evenstep.data.augmentation import Collate
+from evenstep.data.dataset import Source, SubsetSource, open_source
 from evenstep.data.iterable import Stream, is_stream
 from evenstep.errors import TaskError
 from evenstep.sampling import samplers

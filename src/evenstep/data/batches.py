@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from evenstep.data.dataset import Augment, SampleTransform, Source
+from evenstep.data.augmentation import Augment, SampleTransform
+from evenstep.data.dataset import Source
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError

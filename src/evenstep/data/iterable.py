@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from evenstep.data.augmentation import Augment, Collate, PerSample, SampleTransform
 from evenstep.data.batches import (
     BatchDigests,
     BatchSplit,
@@ -24,7 +25,6 @@ from evenstep.data.batches import (
     replica_digests,
     sendable,
 )
-from evenstep.data.dataset import Augment, Collate, PerSample, SampleTransform
 from evenstep.errors import TaskError
 from evenstep.internals import hide_worker_info
 from evenstep.sampling.order import Span

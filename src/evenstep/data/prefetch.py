@@ -19,11 +19,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
+from evenstep.data.augmentation import Augment
 from evenstep.data.batches import BatchSplit, HostBatch, Reader, Request, WorkerFailure, requests
-from evenstep.data.dataset import Augment, Source
+from evenstep.data.dataset import Source
 from evenstep.data.iterable import Stream, StreamInWorkers, StreamPart
 from evenstep.distributed.devices import num_cores
-from evenstep.distributed.temporary import make_socket_folder
+from evenstep.distributed.temporary_folders import make_socket_folder
 from evenstep.distributed.worker_process import die_with, set_process_name
 from evenstep.errors import TaskError, TrainingError
 from evenstep.internals import end_workers

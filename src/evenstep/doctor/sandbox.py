@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evenstep.distributed.temporary import live_folder
+from evenstep.distributed.temporary_folders import live_folder
 from evenstep.distributed.worker_process import WorkerSpec, begin, end, read_rank, unblock_signals
 from evenstep.launcher.failure import cause
 from evenstep.launcher.processes import RankLogs, Workers, workers

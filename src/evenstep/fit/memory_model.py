@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from evenstep.errors import BadInput, shorten
-from evenstep.pipeline_order import most_held
+from evenstep.pipeline_schedule import most_held
 from evenstep.strategy_facts import StrategyFacts
 
 KINDS = ("weights", "buffers", "gradients", "optimizer", "activations", "inputs", "communication", "framework")

@@ -21,7 +21,7 @@ from evenstep.data.loader import Loader
 from evenstep.distributed.worker_process import read_rank
 from evenstep.errors import Preempted
 from evenstep.fit.device_memory import MemoryMeter, available_bytes, limit_gpus, warm_up
-from evenstep.fit.shape_pass import longest
+from evenstep.fit.fake_tensor_pass import longest
 from evenstep.monitor.known_errors import Situation, is_out_of_memory
 from evenstep.plan import Plan
 from evenstep.sampling.rng import fork_rng

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from evenstep.distributed.temporary import make_socket_folder
+from evenstep.distributed.temporary_folders import make_socket_folder
 from evenstep.distributed.worker_process import signal_name
 from evenstep.errors import WorkerFailed
 from evenstep.internals import fork_server_pid, has_resource_tracker

@@ -24,7 +24,7 @@ import psutil
 
 from evenstep.distributed.heartbeat import BACKWARD, EVALUATING, INPUT, Heartbeats, HeartbeatState, make_heartbeats
 from evenstep.distributed.heartbeat import UNTIMED as UNTIMED_PHASES
-from evenstep.distributed.temporary import live_folder, remove_own_folders
+from evenstep.distributed.temporary_folders import live_folder, remove_own_folders
 from evenstep.distributed.worker_process import STACKS_SIGNAL, WorkerSpec, dump_stacks_to, set_spec, worker_spec
 from evenstep.errors import Stalled
 from evenstep.launcher.logs import ranks_in_words

@@ -252,7 +252,7 @@ def watch(prepared: Prepared, rendezvous: Rendezvous, shows: Shows = "all", is_c
 def _feeding_trackers(prepared: Prepared, shown: Progress) -> AbstractContextManager[None]:
     if prepared.plan.log is None:
         return nullcontext()
-    from evenstep.trackers.follower import following
+    from evenstep.trackers.tracker_process import following
 
     return following(parse_log(prepared.plan.log), prepared.folder, shown.log)
 

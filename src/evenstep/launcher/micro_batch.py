@@ -18,7 +18,7 @@ import msgspec
 from evenstep.data.prefetch import PREFETCH_FACTOR
 from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import EvenstepError, PlanError, Preempted
-from evenstep.fit import memory_probe, shape_pass
+from evenstep.fit import fake_tensor_pass, memory_probe
 from evenstep.fit.device_memory import CONTEXT_BYTES
 from evenstep.fit.fit_table import FitResult, FitRow, Remedy, TriedCut
 from evenstep.fit.memory_model import (
@@ -84,9 +84,9 @@ class MemoryRunner:
         plan = self.base.plan
         alone: dict[str, Any] = {"strategy": REFERENCE, "devices": plan.devices[:1], "accumulate": 1, "shares": None}
         alone |= {"mesh": None, "cpu_offload": False}
-        measure = partial(shape_pass.measure_shapes, share=share, limit=self.limit, division=self.division)
+        measure = partial(fake_tensor_pass.measure_shapes, share=share, limit=self.limit, division=self.division)
         try:
-            text = self._run(measure, shape_pass.FILE, steps=1, **alone, **changes)
+            text = self._run(measure, fake_tensor_pass.FILE, steps=1, **alone, **changes)
         except _Failed as failed:
             self.notes.append(f"no forecast: {str(failed.error).splitlines()[0]}")
             return None

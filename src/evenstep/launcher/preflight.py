@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from evenstep.checkpoint import files
 from evenstep.checkpoint.state import check_same_order, check_weights, refuse_difference
 from evenstep.data.adapt import AdaptedData
-from evenstep.data.dataset import SampleTransform, Source
+from evenstep.data.augmentation import SampleTransform
+from evenstep.data.dataset import Source
 from evenstep.data.iterable import Stream
 from evenstep.data.loader import MicroBatch
 from evenstep.data.nested import map_tensors
@@ -32,13 +33,13 @@ from evenstep.sampling.rng import Draws, Ids
 from evenstep.strategies.base import SMALL_ENOUGH, copied, evaluating
 from evenstep.strategy_facts import STRATEGIES, sharding
 from evenstep.task import Task, describe, has_several
-from evenstep.training.batchnorm import is_local
 from evenstep.training.evaluation import Evaluator, named, prefixed
 from evenstep.training.loss import LossTotal, as_sum
 from evenstep.training.optim import make_optimizer
 from evenstep.training.optimizer_rehearsal import refuse_closure
 from evenstep.training.precision import Precision
 from evenstep.training.schedule import check_scheduler, make_scheduler
+from evenstep.training.sync_batchnorm import is_local
 from evenstep.training.team import refuse_lazy
 from evenstep.worker.lazy_compiler import put_off_compiler
 

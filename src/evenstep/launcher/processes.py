@@ -18,7 +18,7 @@ import msgspec
 import psutil
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, start_processes
 
-from evenstep.distributed.temporary import make_socket_folder
+from evenstep.distributed.temporary_folders import make_socket_folder
 from evenstep.distributed.worker_process import WorkerSpec
 from evenstep.distributed.world import leave_group_of_one
 from evenstep.errors import Preempted

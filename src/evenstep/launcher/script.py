@@ -9,24 +9,23 @@ import pickle
 import re
 import shlex
 import sys
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from evenstep.distributed.devices import count_processes
-from evenstep.distributed.temporary import live_folder
+from evenstep.distributed.temporary_folders import live_folder
 from evenstep.distributed.worker_process import WorkerSpec
 from evenstep.errors import PlanError, WorkerFailed, shorten
 from evenstep.launcher.launch import refuse_fork_after_cuda
-from evenstep.launcher.rendezvous.addresses import LOOPBACK, free_port, open_store
+from evenstep.launcher.rendezvous.addresses import free_port, open_store
 from evenstep.launcher.rendezvous.elastic import find_elastic_node
 from evenstep.launcher.rendezvous.rank_assignment import LocalRendezvous, RankAssignment, Rendezvous
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_file, sources_of_module
 from evenstep.launcher.supervisor import Launch, Supervisor
-from evenstep.launcher.variables import threads_for_script
+from evenstep.launcher.variables import master_variables, threads_for_script, torchrun_variables
 from evenstep.plan import RUNS, check_patience, parse_machines, parse_rendezvous
 from evenstep.report.terminal import Progress
 from evenstep.worker.main import ProgramSpec, run_function, run_program
@@ -96,24 +95,10 @@ class LocalTorchrunRendezvous(LocalRendezvous):
         assignment = super().next_round(num, attempt, resume)
         # A new store for each attempt: a killed process's keys would be mistaken for a new one's.
         self._store = open_store() if num > 1 else None
-        environment = {
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self._store.port if self._store is not None else free_port()),
-            # The launcher holds the store, so that no other program can take its port. A single process may be a script
-            # that spawns its own workers: its rank 0 must hold the store.
-            "TORCHELASTIC_USE_AGENT_STORE": str(num > 1),
-        }
-        return replace(assignment, store=None, environment=environment)
-
-
-def _torchrun_variables(restarts: int) -> dict[str, str]:
-    """What torchrun sets beside the ranks and their address."""
-    return {
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    }
+        port = self._store.port if self._store is not None else free_port()
+        # The launcher holds the store, so that no other program can take its port. A single process may be a script
+        # that spawns its own workers: its rank 0 must hold the store.
+        return replace(assignment, store=None, environment=master_variables(port, is_store_held=num > 1))
 
 
 @dataclass(frozen=True)
@@ -140,7 +125,7 @@ class Script:
             rank_flag=self._rank_flag(),
             # The first entry is the folder of the command `evenstep`.
             search_path=tuple(sys.path[0 if sys.flags.safe_path else 1 :]),
-            environment={**_torchrun_variables(self.restarts), **threads_for_script(self.num)},
+            environment={**torchrun_variables(self.restarts), **threads_for_script(self.num)},
         )
 
     def _rank_flag(self) -> str | None:
@@ -242,7 +227,7 @@ def launch(
             devices,
             run_function,
             # OpenMP's threads do not survive a fork; with more than one, the process would wait for them forever.
-            WorkerSpec(environment={**_torchrun_variables(restarts), "OMP_NUM_THREADS": "1"}),
+            WorkerSpec(environment={**torchrun_variables(restarts), "OMP_NUM_THREADS": "1"}),
             (results, function, arguments),
             "fork",
             restarts,

@@ -17,7 +17,7 @@ from evenstep.checkpoint import files
 from evenstep.distributed.cgroups import MemoryWatch
 from evenstep.distributed.heartbeat import ENDING, Heartbeats, HeartbeatState, make_heartbeats
 from evenstep.distributed.preemption import SIGNALS, handling_signals
-from evenstep.distributed.temporary import live_folder
+from evenstep.distributed.temporary_folders import live_folder
 from evenstep.distributed.worker_process import WorkerSpec
 from evenstep.errors import CheckpointError, Preempted, Stalled, WorkerFailed
 from evenstep.launcher.failure import Cause, cause, report, server_cause

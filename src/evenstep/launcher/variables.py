@@ -1,8 +1,9 @@
-"""The environment variables that the launcher reads or changes; workers read theirs in distributed/process.py."""
+"""The environment variables that the launcher reads or sets; workers read theirs in distributed/worker_process.py."""
 
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -89,6 +90,41 @@ def elastic_variables(environment: Mapping[str, str] = os.environ) -> ElasticVar
 def kubeflow_variables(environment: Mapping[str, str] = os.environ) -> KubeflowVariables:
     """Those of this process."""
     return read_variables(KubeflowVariables, environment)
+
+
+def rank_variables(ranks: tuple[int, int], of_machine: tuple[int, int], machines: tuple[int, int]) -> dict[str, str]:
+    """torchrun's variables of one process: each pair is a number, and of how many."""
+    (rank, size), (local_rank, local_size), (machine, num_machines) = ranks, of_machine, machines
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(machine),
+        "GROUP_WORLD_SIZE": str(num_machines),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+        "ROLE_NAME": "default",
+    }
+
+
+def master_variables(port: int, *, is_store_held: bool) -> dict[str, str]:
+    """Where the processes meet, on loopback; whether a launcher holds the store there, or rank 0 does."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(is_store_held),
+    }
+
+
+def torchrun_variables(restarts: int) -> dict[str, str]:
+    """What torchrun sets beside the ranks and their address."""
+    return {
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
 
 
 def threads_for_script(num: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ from statistics import fmean, linear_regression, median, quantiles
 from typing import TypedDict
 
 from evenstep.errors import BadInput, shorten
-from evenstep.pipeline_order import bubble_share, chunks_of
+from evenstep.pipeline_schedule import bubble_share, chunks_of
 from evenstep.predict.links import Link
 from evenstep.predict.model_division import Arrangement, ModelDivision, TensorShare
 from evenstep.predict.step_model import BACKWARD, CPU_JITTER, JITTER, Workload, buckets_of

@@ -12,7 +12,7 @@ from typing import Any
 
 from evenstep.errors import BadInput, PlanError
 from evenstep.mesh import has_axes
-from evenstep.pipeline_order import chunks_of
+from evenstep.pipeline_schedule import chunks_of
 from evenstep.plan import Plan, ScheduleName
 from evenstep.predict.calibration import (
     LOOPBACK,

@@ -1,6 +1,6 @@
 """Steps of models that ranks divide: how a model can be divided, as a value, and what its parts cost.
 
-`evenstep.compare.model_look` makes the value by running the model once; a Record of such a run gives a rougher one.
+`evenstep.compare.layer_costs` makes the value by running the model once; a Record of such a run gives a rougher one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from evenstep.mesh import arrange
-from evenstep.pipeline_order import RankTime, StageSeconds, balanced, block_costs, chunks_of, play
+from evenstep.pipeline_schedule import RankTime, StageSeconds, balanced, block_costs, chunks_of, play
 from evenstep.predict.links import Cluster, Link
 from evenstep.predict.step_model import StepParts, Workload, cores_shared, stragglers_seconds, with_ceiling
 from evenstep.schema import Schema

@@ -25,7 +25,7 @@ from evenstep.distributed.heartbeat import PHASES, SAVING, Heartbeat
 from evenstep.distributed.spans import Listener
 from evenstep.distributed.world import World
 from evenstep.internals import profile_all_threads
-from evenstep.profiling.timer import COMMUNICATION, Timer, usual_parts
+from evenstep.profiling.step_parts import COMMUNICATION, Timer, usual_parts
 from evenstep.record import SPAN_PREFIX, TRACE_INDEX, TRACES
 
 

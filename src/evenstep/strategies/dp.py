@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from evenstep.distributed.autograd_gather import MeetingLeft
 from evenstep.distributed.devices import return_to_default_stream
-from evenstep.distributed.gathered_rows import MeetingLeft
 from evenstep.distributed.spans import drive_replica
 from evenstep.distributed.world import World
 from evenstep.internals import (

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from evenstep.distributed.collectives import Ledger, open_ledger
+from evenstep.distributed.collective_check import Ledger, open_ledger
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import (
@@ -95,7 +95,7 @@ ALIGNMENT = 64
 class Arrivals:
     """Rank 0's values of a model on all ranks, unit by unit, before each is sharded.
 
-    On other ranks than 0, a large model has no values yet, and no memory of its own (`training.file_backed`). There the
+    On other ranks than 0, a large model has no values yet, and no memory of its own (`training.file_backed_init`). There the
     units follow each other in one buffer: freed one by one between shards that stay, they would leave gaps.
     """
 

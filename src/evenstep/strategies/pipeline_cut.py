@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.internals import tree_leaves
-from evenstep.pipeline_order import balanced, block_costs, chunks_of
+from evenstep.pipeline_schedule import balanced, block_costs, chunks_of
 from evenstep.strategies.base import Sample, copied
 
 TIMED = 3

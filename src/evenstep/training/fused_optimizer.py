@@ -70,7 +70,7 @@ def fuse(optimizer: torch.optim.Optimizer, model: nn.Module, *, is_exact: bool =
 
 def _is_same_on_shards(weights: Sequence[torch.Tensor]) -> bool:
     """Whether a fused update of slices can be given the bits of an update of the whole."""
-    from evenstep.training.sharded_update import vector_bytes
+    from evenstep.training.sharded_fused_update import vector_bytes
 
     return all(weight.device.type != "cpu" for weight in weights) or vector_bytes() is not None
 

@@ -14,10 +14,10 @@ from evenstep.distributed.heartbeat import BACKWARD, FORWARD
 from evenstep.distributed.world import World
 from evenstep.strategies.base import NOTHING, DistributedModel, call, go_back, on
 from evenstep.task import Amount
-from evenstep.training.batchnorm import standing_in
 from evenstep.training.loss import LossTotal
 from evenstep.training.loss_context import LossContext
 from evenstep.training.precision import Precision
+from evenstep.training.sync_batchnorm import standing_in
 
 
 def accumulate_gradients(backward: ReplicaBackward, batch: Batch) -> None:

@@ -20,7 +20,7 @@ from evenstep.training.loop import PEAKS_EVERY
 
 if TYPE_CHECKING:
     from evenstep.data.loader import Loader
-    from evenstep.trackers.follower import Followers
+    from evenstep.trackers.tracker_process import Followers
     from evenstep.training.team import Team
 
 
@@ -85,7 +85,7 @@ class LoopRecord:
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._plan.log is not None:
-            from evenstep.trackers.follower import Followers
+            from evenstep.trackers.tracker_process import Followers
 
             self._followers = Followers(parse_log(self._plan.log), self._folder)
             # Called after the one below: first the Record has its last rows.

@@ -15,7 +15,7 @@ from evenstep.errors import TaskError
 from evenstep.task import Amount
 
 if TYPE_CHECKING:
-    from evenstep.distributed.gathered_rows import Meeting, RowExchange
+    from evenstep.distributed.autograd_gather import Meeting, RowExchange
 
 _thread = threading.local()
 """`call` is the LossCall that this thread computes."""
@@ -110,7 +110,7 @@ class LossContext:
         self.meeting: Meeting | None = None
         """Of several replicas in this process."""
         if len(world.devices) > 1:
-            from evenstep.distributed.gathered_rows import Meeting
+            from evenstep.distributed.autograd_gather import Meeting
 
             self.meeting = Meeting(len(world.devices))
 
@@ -140,7 +140,7 @@ class LossContext:
         return tensor if world.num_replicas == 1 else self._gathered(tensor, call, counts)
 
     def _gathered(self, tensor: torch.Tensor, call: LossCall, counts: list[int]) -> torch.Tensor:
-        from evenstep.distributed.gathered_rows import ProcessRows, RepeatedRows, ThreadRows, gather_rows
+        from evenstep.distributed.autograd_gather import ProcessRows, RepeatedRows, ThreadRows, gather_rows
 
         world, replica = self.world, call.replica
         exchange: RowExchange

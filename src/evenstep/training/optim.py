@@ -24,7 +24,7 @@ from evenstep.training.fused_optimizer import is_fused, start_momentum
 from evenstep.training.precision import unscale, update_scale
 
 if TYPE_CHECKING:
-    from evenstep.training.whole_update import WholeUpdates
+    from evenstep.training.whole_matrix_update import WholeUpdates
 
 
 def make_optimizer(function: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
@@ -92,6 +92,6 @@ def _same_on_shards(optimizer: Optimizer) -> AbstractContextManager[Any]:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     if not is_any_sharded(weights) or not is_fused(optimizer) or weights[0].device.type != "cpu":
         return NOTHING
-    from evenstep.training.sharded_update import ShardedUpdates
+    from evenstep.training.sharded_fused_update import ShardedUpdates
 
     return ShardedUpdates()  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ from evenstep.sampling.rng import fork_rng, seed_devices, seed_host
 from evenstep.strategy_facts import DEFAULT, sharding
 
 if TYPE_CHECKING:
-    from evenstep.training.whole_update import WholeUpdates
+    from evenstep.training.whole_matrix_update import WholeUpdates
 
 STEPS = 8
 """Enough for averages to differ, and for most of what an optimizer does every few steps."""
@@ -62,7 +62,7 @@ def sharded_updates(optimizer: Optimizer, world: World) -> WholeUpdates | None:
         _refuse_slices(optimizer, world)
     if not any(map(is_sharded, weights)):
         return None
-    from evenstep.training.whole_update import WholeUpdates
+    from evenstep.training.whole_matrix_update import WholeUpdates
 
     rehearsals = ShardedRehearsals(optimizer, world)
     found = rehearsals.problems() if rehearsals.are_possible else []

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import evenstep
 from evenstep.checkpoint import files
-from evenstep.checkpoint.extra import with_tensors, without_tensors
 from evenstep.checkpoint.files import State
+from evenstep.checkpoint.loop_values import with_tensors, without_tensors
 from evenstep.checkpoint.saving_by_ranks import (
     BACKGROUND_BYTES,
     AfterSaving,

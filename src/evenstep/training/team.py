@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from evenstep.data.adapt import adapt, per_rank
+from evenstep.data.augmentation import Augment
 from evenstep.data.batches import check_consistent, check_equal_lengths
-from evenstep.data.dataset import Augment
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Batch, Loader, MicroBatch
 from evenstep.data.prefetch import LoaderOptions, unchanged
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from evenstep.data.own_batches import OwnBatches
     from evenstep.training.replica_seeds import Seeds
     from evenstep.training.scores import Scores
-    from evenstep.training.whole_update import WholeUpdates
+    from evenstep.training.whole_matrix_update import WholeUpdates
 
 
 class Refusals:
@@ -284,7 +284,7 @@ class Team:
         refuse_lazy(model)
         fitted = self.precision.fit(model)
         if self.world.size > 1:
-            from evenstep.monitor.replicas import refuse_different_models
+            from evenstep.monitor.replica_check import refuse_different_models
 
             refuse_different_models(self.world, fitted)
         distributed = self.strategy.wrap(fitted, self.world, sample)

@@ -50,7 +50,6 @@ from evenstep.record import (
 from evenstep.sampling.rng import derive_seed, fork_rng, seed_everything
 from evenstep.strategy_facts import DEFAULT
 from evenstep.task import Task, has_several
-from evenstep.training.batchnorm import is_local, synchronised
 from evenstep.training.evaluation import LossAndMetrics, Means, prefixed
 from evenstep.training.fused_optimizer import fuse
 from evenstep.training.loop import is_done, train
@@ -58,17 +57,18 @@ from evenstep.training.optim import make_optimizer
 from evenstep.training.run import Run
 from evenstep.training.schedule import check_scheduler, make_scheduler, stepped_after
 from evenstep.training.step import Recipe, Stepper, eager_steps
+from evenstep.training.sync_batchnorm import is_local, synchronised
 from evenstep.training.team import Interrupted, Team, join_team
 
 if TYPE_CHECKING:
     from evenstep.audit import SamplesWriter
-    from evenstep.monitor.replicas import ReplicaCheck
+    from evenstep.monitor.replica_check import ReplicaCheck
     from evenstep.monitor.stragglers import StragglerMonitor
     from evenstep.profiling.profiler import Tracing
     from evenstep.strategies.base import DistributedModel
     from evenstep.training.layer_statistics import InspectedSteps
     from evenstep.training.measured_shares import MeasuredSteps
-    from evenstep.training.replay import ReplayCheck
+    from evenstep.training.replay_check import ReplayCheck
     from evenstep.training.scores import Scores
 
 FADED = 1e-3
@@ -146,12 +146,12 @@ class Trainer:
 
             self.samples = SamplesWriter(self.folder)
         if world.size > 1:
-            from evenstep.monitor.replicas import ReplicaCheck
+            from evenstep.monitor.replica_check import ReplicaCheck
             from evenstep.monitor.stragglers import StragglerMonitor
 
             self.replicas, self.pace = ReplicaCheck(world, self._model.module), StragglerMonitor(world)
         if self.plan.replay_every is not None:
-            from evenstep.training.replay import ReplayCheck
+            from evenstep.training.replay_check import ReplayCheck
 
             if has_several(self.task):
                 raise TaskError("--replay-every checks tasks of one model, and this one has several; leave it out")
@@ -255,7 +255,7 @@ class Trainer:
         """What the advice needs to know about a step that ran out of memory; None for any other failure."""
         if not is_out_of_memory(error):
             return None
-        from evenstep.monitor.oom import FailedStep, diagnose, fit_command
+        from evenstep.monitor.cuda_out_of_memory import FailedStep, diagnose, fit_command
 
         command = fit_command(self.plan)
         if self.spans.heartbeat.phase not in (FORWARD, BACKWARD):
@@ -522,7 +522,7 @@ class Trainer:
         world = self.team.world
         if not self.team.facts.shards or world.size == 1:
             return self.task.model()
-        from evenstep.training.file_backed import build
+        from evenstep.training.file_backed_init import build
 
         return build(lambda: self.team.precision.fit(self.task.model()), world, self.folder)
 
@@ -785,7 +785,7 @@ def perform(
         team = team.with_replicas(plan.virtual_replicas)
     team.world.communication.link = plan.link
     if plan.check_collectives:
-        from evenstep.distributed.collectives import check_collectives
+        from evenstep.distributed.collective_check import check_collectives
 
         check_collectives(team.world)
     if plan.resume is not None and team.world.size > 1:

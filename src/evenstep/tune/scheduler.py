@@ -38,24 +38,23 @@ from evenstep.sampling.rng import seed_everything
 from evenstep.strategy_facts import DEFAULT, REFERENCE
 from evenstep.task import absolute_spec, find_task
 from evenstep.training.trainer import Event, perform
+from evenstep.tune.optuna_pruner import check_pruner, goes_on
+from evenstep.tune.optuna_sampler import Mirror, check_space, need_optuna, suggest
 from evenstep.tune.packing import find_devices, fitting, largest, parse_per_device
 from evenstep.tune.paused import train_to
-from evenstep.tune.pruner import check_pruner, goes_on
-from evenstep.tune.sampler import Mirror, check_space, need_optuna, suggest
 from evenstep.tune.space import grid, in_words, parse_search
-from evenstep.tune.study import (
+from evenstep.tune.study import StudyLog, is_usable
+from evenstep.tune.study_rows import (
     Began,
     CommandStart,
     PrunerDecision,
     Reached,
-    StudyLog,
     StudyRequest,
     StudyRow,
     SuggestedTrial,
     TrialFailed,
-    TrialJob,
-    is_usable,
 )
+from evenstep.tune.successive_halving import TrialJob
 
 DEFAULT_TRIALS = 16
 MOST_NAME = 80

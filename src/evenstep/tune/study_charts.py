@@ -15,7 +15,8 @@ from bokeh.plotting import figure
 from evenstep.plan import OptionValue, parse_best
 from evenstep.report.html.charts import FONT, OTHER, Chart, Key, blank, colour, from_zero, label, labels, rows_figure
 from evenstep.tune.space import Dimension, in_words
-from evenstep.tune.study import Reached, Study, StudyTrial
+from evenstep.tune.study_rows import Reached
+from evenstep.tune.successive_halving import Study, StudyTrial
 
 SHADES = 256
 LABEL_OFFSET = 11

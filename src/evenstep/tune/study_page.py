@@ -13,9 +13,10 @@ from evenstep.report.html.page import FILE, Page, PageLink, need_bokeh, render, 
 from evenstep.report.html.tables import Sheet
 from evenstep.report.terminal import number
 from evenstep.task import value_in_words
-from evenstep.tune.sampler import has_optuna, importances
-from evenstep.tune.study import Study, StudyTrial, facts_of
+from evenstep.tune.optuna_sampler import has_optuna, importances
+from evenstep.tune.study import facts_of
 from evenstep.tune.study_table import NAME_WIDTH, heads_of, order, result_lines, state_of
+from evenstep.tune.successive_halving import Study, StudyTrial
 
 if TYPE_CHECKING:
     from evenstep.report.html.charts import Chart

@@ -18,7 +18,8 @@ from evenstep.plan import parse_best
 from evenstep.record import TRIALS
 from evenstep.report.terminal import number, plain, table_of, without_control
 from evenstep.tune.space import in_words
-from evenstep.tune.study import Study, StudyTrial, facts_of
+from evenstep.tune.study import facts_of
+from evenstep.tune.successive_halving import Study, StudyTrial
 
 if TYPE_CHECKING:
     from evenstep.tune.scheduler import RunningTrial

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from evenstep.data.adapt import adapt_train
-from evenstep.data.dataset import SampleTransform, collated
+from evenstep.data.augmentation import SampleTransform, collated
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.iterable import Stream
 from evenstep.data.nested import leaves, map_tensors

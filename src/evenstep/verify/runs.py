@@ -18,8 +18,8 @@ from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 from evenstep.verify.bits import Traced, perform_bits
-from evenstep.verify.examination import BY_RANK, TESTS, perform_examination
-from evenstep.verify.examination import FOLDER as EXAMINED
+from evenstep.verify.experiments import BY_RANK, TESTS, perform_examination
+from evenstep.verify.experiments import FOLDER as EXAMINED
 from evenstep.verify.recorder import Evidence, Failure, Norms, perform_watched
 from evenstep.verify.verdict_table import Configuration
 from evenstep.worker.main import Perform

@@ -24,7 +24,7 @@ import multiprocessing.synchronize
 
 # What several ranks of a machine need besides the trainer.
 import evenstep.distributed.shm.allreduce
-import evenstep.monitor.replicas
+import evenstep.monitor.replica_check
 import evenstep.monitor.stragglers
 import evenstep.training.trainer
 import evenstep.worker.main

@@ -45,7 +45,6 @@ from evenstep.launcher.failure import Cause
 from evenstep.launcher.rendezvous.addresses import (
     HEARTBEAT_SECONDS,
     JOIN_SECONDS,
-    LOOPBACK,
     call_with_timeout,
     is_here,
     warnings_about,
@@ -54,7 +53,7 @@ from evenstep.launcher.rendezvous.auth import FORGED, MessageSigner
 from evenstep.launcher.rendezvous.rank_assignment import RankAssignment
 from evenstep.launcher.rendezvous.store_access import HEAD_SECONDS, host_run, join_run
 from evenstep.launcher.rendezvous.version_check import Identity
-from evenstep.launcher.variables import launcher_variables, set_variables
+from evenstep.launcher.variables import launcher_variables, master_variables, set_variables
 from evenstep.plan import Plan
 
 KEY = "rendezvous"
@@ -341,11 +340,9 @@ class C10dRendezvous:
         machine = next(index for index, member in enumerate(members) if member["arrival"] == self._arrival)
         nums = [int(member["num"]) for member in members]
         environment = {
-            # The launcher's own port on every machine; it relays the workers' connections to the first machine.
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self._access.port_to(members[0]["port"])),
-            # The first launcher holds the store, never a worker.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            # The launcher's own port on every machine; it relays the workers' connections to the first machine, whose
+            # launcher holds the store, never a worker.
+            **master_variables(self._access.port_to(members[0]["port"]), is_store_held=True),
             "TORCHELASTIC_RESTART_COUNT": str(max(member["attempt"] for member in members) - 1),
             "TORCHELASTIC_RUN_ID": self._access.run,
         }

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from evenstep.distributed.temporary import live_folder
+from evenstep.distributed.temporary_folders import live_folder
 from evenstep.distributed.worker_process import WorkerSpec
 from evenstep.launcher.failure import Cause
+from evenstep.launcher.variables import rank_variables
 
 Spec = TypeVar("Spec", bound=WorkerSpec)
 
@@ -50,18 +51,9 @@ class RankAssignment:
         ]
 
     def _variables(self, local: int, num: int) -> dict[str, str]:
-        """With torchrun's names."""
-        return {
-            "RANK": str(self.first_rank + local),
-            "LOCAL_RANK": str(self.local_offset + local),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_WORLD_SIZE": str(self.num_local or num),
-            "GROUP_RANK": str(self.machine),
-            "GROUP_WORLD_SIZE": str(self.num_machines),
-            "ROLE_RANK": str(self.first_rank + local),
-            "ROLE_WORLD_SIZE": str(self.size),
-            "ROLE_NAME": "default",
-        }
+        ranks = self.first_rank + local, self.size
+        of_machine = self.local_offset + local, self.num_local or num
+        return rank_variables(ranks, of_machine, (self.machine, self.num_machines))
 
 
 class Rendezvous(Protocol):

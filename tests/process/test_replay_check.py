@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from evenstep.plan import Plan
 from evenstep.record import Record
-from evenstep.training.replay import (
+from evenstep.training.replay_check import (
     INPUTS,
     LOSS,
     NUM_MORE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenstep.profiling.timer import RankSpans, spans_of, timeline, usual_parts, within
+from evenstep.profiling.step_parts import RankSpans, spans_of, timeline, usual_parts, within
 
 DDP = [
     *(("input", 0.0), ("forward", 1.0), ("backward", 3.0), ("communication", 6.0), ("optimizer", 7.0)),

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.distributed.temporary import PREFIX, live_folder
+from evenstep.distributed.temporary_folders import PREFIX, live_folder
 
 HOLD = """
-from evenstep.distributed.temporary import live_folder
+from evenstep.distributed.temporary_folders import live_folder
 with live_folder() as folder:
     print(folder, flush=True)
     input()

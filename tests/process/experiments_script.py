@@ -1,4 +1,4 @@
-"""Examines tasks in this process; `python examination_script.py NAME:PRECISION ...` prints the findings of each.
+"""Examines tasks in this process; `python experiments_script.py NAME:PRECISION ...` prints the findings of each.
 
 A separate process, since dropout stays disabled in it. A precision with a star counts as lower than float64.
 """
@@ -13,7 +13,7 @@ import torch
 from evenstep.plan import Plan
 from evenstep.sampling.rng import seed_everything
 from evenstep.training.team import join
-from evenstep.verify.examination import examine
+from evenstep.verify.experiments import examine
 from evenstep.verify.one_batch import Workbench
 from evenstep.verify.recorder import DropoutOff
 from tests.process.mistakes import planted, sound

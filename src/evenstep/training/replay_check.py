@@ -27,7 +27,7 @@ from evenstep.data.loader import Batch, Loader
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.distributed.heartbeat import COMPARING
 from evenstep.errors import TrainingError
-from evenstep.monitor.replicas import checksums, combined
+from evenstep.monitor.replica_check import checksums, combined
 from evenstep.record import Replay
 from evenstep.sampling.rng import derive_seed, replica_seed, restore_rng_states, rng_states, seed_device, seed_host
 from evenstep.strategies.base import on

@@ -9,8 +9,9 @@ from typing import Any
 
 from evenstep.errors import BadInput
 from evenstep.schema import check_choice
-from evenstep.tune.sampler import direction_of, load_optuna
-from evenstep.tune.study import Study, StudyRequest, StudyTrial
+from evenstep.tune.optuna_sampler import direction_of, load_optuna
+from evenstep.tune.study_rows import StudyRequest
+from evenstep.tune.successive_halving import Study, StudyTrial
 
 PRUNERS = ("halving", "median", "hyperband")
 

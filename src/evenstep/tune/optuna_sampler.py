@@ -20,7 +20,8 @@ from evenstep.plan import OptionValue
 from evenstep.sampling.rng import derive_seed
 from evenstep.schema import check_choice
 from evenstep.tune.space import Dimension, grid
-from evenstep.tune.study import Study, StudyRequest, StudyTrial
+from evenstep.tune.study_rows import StudyRequest
+from evenstep.tune.successive_halving import Study, StudyTrial
 
 NEEDS_OPTUNA = "evenstep tune needs Optuna, which is not installed; pip install 'evenstep[tune]'"
 JOURNAL = "optuna.journal"

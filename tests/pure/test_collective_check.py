@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.distributed.collectives import Other
+from evenstep.distributed.collective_check import Other
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
 from evenstep.strategies.fsdp import EVERY, NUM_FIRST, Agreement

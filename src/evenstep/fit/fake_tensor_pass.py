@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from evenstep.data.adapt import AdaptedData, adapt_train, adapt_valid
-from evenstep.data.dataset import SampleTransform
+from evenstep.data.augmentation import SampleTransform
 from evenstep.data.iterable import Stream
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import EvenstepError
@@ -398,7 +398,7 @@ def measure_shapes(
     if not found.is_real:
         found = calibrated(plan, task, found, share, min(available, limit or available))
     if division is not None and not found.is_real:
-        from evenstep.fit.split_shapes import memory_of_ranks
+        from evenstep.fit.fake_tensor_parts import memory_of_ranks
 
         found = replace(found, ranks=memory_of_ranks(plan, task, division, share, found))
     (run_folder / FILE).write_text(json.dumps(asdict(replace(found, available_bytes=available))))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.training.batchnorm import standing_in, summed
+from evenstep.training.sync_batchnorm import standing_in, summed
 from tests.pure.conftest import Ended
 
 

@@ -1,7 +1,8 @@
 """The process that feeds a tracker: it follows the Record of a run, and nothing that happens to it reaches the run.
 
-`python -m evenstep.trackers.follower NAME RUN PID NICENESS` sends new rows until its standard input ends or process PID
-is gone; then it sends the rest and exits. Its memory is RUN/trackers/NAME.json; what libraries print is in NAME.log.
+`python -m evenstep.trackers.tracker_process NAME RUN PID NICENESS` sends new rows until its standard input ends or
+process PID is gone; then it sends the rest and exits. Its memory is RUN/trackers/NAME.json; what libraries print is in
+NAME.log.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from torch import nn
 from evenstep.data.adapt import adapt_train
 from evenstep.data.nested import map_tensors
 from evenstep.distributed.world import World
+from evenstep.fit.fake_tensor_pass import ShapeStep, memory_of, read_samples
 from evenstep.fit.memory_model import Division, StepMemory
-from evenstep.fit.shape_pass import ShapeStep, memory_of, read_samples
 from evenstep.internals import FakeTensorMode
 from evenstep.plan import Plan
 from evenstep.strategies.base import DividesModel, RankStages, evaluating, load_strategy

@@ -20,7 +20,7 @@ from evenstep.data.adapt import adapt_train
 from evenstep.data.nested import map_tensors
 from evenstep.distributed.world import Communication, World
 from evenstep.errors import TaskError
-from evenstep.fit.shape_pass import ShapeStep, read_samples
+from evenstep.fit.fake_tensor_pass import ShapeStep, read_samples
 from evenstep.plan import Plan
 from evenstep.predict.calibration import no_stages_known
 from evenstep.predict.model_division import BlockShare, ModelDivision, TensorShare

@@ -43,7 +43,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def findings() -> dict[str, Any]:
     """One process for all of them: transformers takes seconds to import."""
-    script = str(Path(__file__).with_name("examination_script.py"))
+    script = str(Path(__file__).with_name("experiments_script.py"))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(
         [sys.executable, script, *CASES], capture_output=True, text=True, env=environment, timeout=280

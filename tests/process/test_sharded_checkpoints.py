@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from evenstep.checkpoint import files
-from evenstep.checkpoint.tensor_files import TensorFile, stored_tensors
+from evenstep.checkpoint.sharded_safetensors import TensorFile, stored_tensors
 from evenstep.errors import CheckpointError
 from evenstep.plan import Plan
 from tests.fleet import furthest, result, run_jobs, run_processes

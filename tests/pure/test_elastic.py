@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from evenstep.errors import BadInput
-from evenstep.launcher.rendezvous.elastic import ElasticNode, find_elastic_node
+from evenstep.launcher.rendezvous.pods import ElasticNode, find_elastic_node
 from evenstep.launcher.variables import elastic_variables
 from tests.pure.conftest import Ended
 

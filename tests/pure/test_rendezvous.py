@@ -37,7 +37,7 @@ from evenstep.launcher.rendezvous.auth import (
     open_token,
     seal_token,
 )
-from evenstep.launcher.rendezvous.c10d import KEY, LAST_CALL, LONG_CALL, C10dRendezvous, SignedState
+from evenstep.launcher.rendezvous.elastic import KEY, LAST_CALL, LONG_CALL, C10dRendezvous, SignedState
 from evenstep.launcher.rendezvous.tunnel import (
     HELLO,
     MAX_UNPROVED_PER_ADDRESS,

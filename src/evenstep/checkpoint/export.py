@@ -12,8 +12,8 @@ import torch
 
 from evenstep.checkpoint import files
 from evenstep.checkpoint.readme import README, write_readme
+from evenstep.checkpoint.sharded_safetensors import StoredTensor, TensorFile, stored_tensors
 from evenstep.checkpoint.state import load_weights
-from evenstep.checkpoint.tensor_files import StoredTensor, TensorFile, stored_tensors
 from evenstep.errors import CheckpointError, TaskError, shorten
 from evenstep.plan import IN_THIS_PROCESS, Plan
 from evenstep.schema import check_choice

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 from evenstep.checkpoint import files
-from evenstep.checkpoint.tensor_files import TensorFile
+from evenstep.checkpoint.sharded_safetensors import TensorFile
 from evenstep.distributed.world import World
 
 BACKGROUND_BYTES = 2**26

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from evenstep.checkpoint.files import WEIGHTS, OptimizerState, State
+from evenstep.checkpoint.sharded_safetensors import Readable, SlicedTensor, StoredTensor, Writable
 from evenstep.checkpoint.shards import is_sharded, own_rows, sharded_like, with_rows
-from evenstep.checkpoint.tensor_files import Readable, SlicedTensor, StoredTensor, Writable
 from evenstep.distributed.parameter_slices import PartOfParameter, slice_of, slices_of, whole_state
 from evenstep.errors import CheckpointError, shorten
 from evenstep.sampling.permutation import SORTED_UP_TO

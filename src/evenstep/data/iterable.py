@@ -15,16 +15,8 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from evenstep.data.augmentation import Augment, Collate, PerSample, SampleTransform
-from evenstep.data.batches import (
-    BatchDigests,
-    BatchSplit,
-    HostBatch,
-    HostMicroBatch,
-    WorkerFailure,
-    digest,
-    replica_digests,
-    sendable,
-)
+from evenstep.data.batches import BatchSplit, HostBatch, HostMicroBatch, WorkerFailure, sendable
+from evenstep.data.consistency_check import BatchDigests, digest, replica_digests
 from evenstep.errors import TaskError
 from evenstep.internals import hide_worker_info
 from evenstep.sampling.order import Span

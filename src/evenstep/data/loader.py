@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenstep.data.batches import BatchDigests, BatchSplit, HostBatch, HostMicroBatch
+from evenstep.data.batches import BatchSplit, HostBatch, HostMicroBatch
+from evenstep.data.consistency_check import BatchDigests
 from evenstep.data.dataset import Rows, Source, no_rows
 from evenstep.data.iterable import Stream
 from evenstep.data.nested import concatenated, map_tensors

@@ -41,7 +41,7 @@ from evenstep.doctor.sandbox import Ended, Job, Settings, try_out
 from evenstep.errors import TrainingError
 from evenstep.internals import Store, TCPStore
 from evenstep.launcher.rendezvous.auth import FORGED, MessageSigner
-from evenstep.launcher.rendezvous.c10d import C10dRendezvous, HeadLost
+from evenstep.launcher.rendezvous.elastic import C10dRendezvous, HeadLost
 from evenstep.launcher.rendezvous.rank_assignment import RankAssignment
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.launcher.variables import TOKEN

@@ -47,7 +47,7 @@ from evenstep.worker.lazy_compiler import put_off_compiler
 from evenstep.worker.main import Perform, TrainingSpec, work, write_report
 
 if TYPE_CHECKING:
-    from evenstep.launcher.rendezvous.elastic import ElasticNode
+    from evenstep.launcher.rendezvous.pods import ElasticNode
 
 Source = Union[str, "TaskFunction", Task, None]
 OWN = ("devices",)
@@ -108,7 +108,7 @@ def _with_machines(
     identity: Identity,
     is_head: bool | None,
 ) -> tuple[Prepared, Rendezvous]:
-    from evenstep.launcher.rendezvous.c10d import C10dRendezvous  # what it imports is not needed on one machine
+    from evenstep.launcher.rendezvous.elastic import C10dRendezvous  # what it imports is not needed on one machine
 
     where = parse_rendezvous(str(chosen["machines"]), chosen.get("rendezvous"))
     assert where is not None
@@ -132,7 +132,7 @@ def _elastic_node() -> ElasticNode | None:
     """The node that torchrun's variables describe, if they are set."""
     if not launcher_variables().PET_NNODES:
         return None
-    from evenstep.launcher.rendezvous.elastic import find_elastic_node
+    from evenstep.launcher.rendezvous.pods import find_elastic_node
 
     return find_elastic_node()
 

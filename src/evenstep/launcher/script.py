@@ -20,7 +20,7 @@ from evenstep.distributed.worker_process import WorkerSpec
 from evenstep.errors import PlanError, WorkerFailed, shorten
 from evenstep.launcher.launch import refuse_fork_after_cuda
 from evenstep.launcher.rendezvous.addresses import free_port, open_store
-from evenstep.launcher.rendezvous.elastic import find_elastic_node
+from evenstep.launcher.rendezvous.pods import find_elastic_node
 from evenstep.launcher.rendezvous.rank_assignment import LocalRendezvous, RankAssignment, Rendezvous
 from evenstep.launcher.rendezvous.slurm import find_slurm
 from evenstep.launcher.rendezvous.version_check import Identity, identity_of, sources_of_file, sources_of_module
@@ -186,7 +186,7 @@ def _rendezvous(script: Script) -> Rendezvous:
     where = None if is_local else parse_rendezvous(machines, rendezvous)
     if where is None:
         return LocalTorchrunRendezvous()
-    from evenstep.launcher.rendezvous.c10d import C10dRendezvous  # what it imports is not needed on one machine
+    from evenstep.launcher.rendezvous.elastic import C10dRendezvous  # what it imports is not needed on one machine
 
     identity = _identity(script, f"{slurm.job}.{slurm.step}" if slurm is not None else "none")
     backend = C10dRendezvous(*where, identity, is_head)

@@ -20,7 +20,7 @@ from evenstep.distributed.preemption import SIGNALS, handling_signals
 from evenstep.distributed.temporary_folders import live_folder
 from evenstep.distributed.worker_process import WorkerSpec
 from evenstep.errors import CheckpointError, Preempted, Stalled, WorkerFailed
-from evenstep.launcher.failure import Cause, cause, report, server_cause
+from evenstep.launcher.failure import Cause, cause, server_cause
 from evenstep.launcher.hang import (
     HEARTBEATS,
     LEAST_SECONDS,
@@ -35,11 +35,11 @@ from evenstep.launcher.hang import (
 from evenstep.launcher.logs import MergedLogs
 from evenstep.launcher.processes import Computed, RankLogs, StartMethod, Workers, workers
 from evenstep.launcher.rendezvous.rank_assignment import RankAssignment, Rendezvous
+from evenstep.launcher.restart_policy import next_restart
 from evenstep.record import FILE, Start, end_of_rows, rows
 from evenstep.training.trainer import Event
 from evenstep.worker.main import TrainingSpec
 
-MAX_PAUSE_SECONDS = 60.0
 WAITING = ""
 """The event of a launch that is one of several, when nothing has happened."""
 
@@ -193,36 +193,14 @@ class Supervisor:
 
     def _before_restart(self, where: str, notes: Sequence[str]) -> Iterator[str]:
         """Report the cause and wait; raise if another attempt would not help."""
-        allowed = self.launch.restarts
-        last = self.causes[-1]
-        counted = [one for one in self.causes if not one.is_loss]
-        why = ""
-        if last.is_final or (not allowed and not last.is_loss):
-            raise report(self.causes, self.launch.folder)
-        same = [one for one in counted if one.step == last.step and not one.is_outside]
-        if last.step and not last.is_outside and len(same) > 1:
-            why = f"step {last.step} has failed twice: it would fail again"
-        elif len(counted) > allowed:
-            why = f"restarted {allowed} time{'s' * (allowed > 1)}, the maximum set by --restarts {allowed}"
-        if why:
-            raise report(counted, self.launch.folder, why)
-        pause = 0.0 if last.is_loss else self._pause(counted)
-        yield from (*last.lines(), *notes)
-        wait = f", in {pause:.0f} s" if pause else ""
-        yield f"continuing{where}" if last.is_loss else f"restart {len(counted)} of {allowed},{where}{wait}"
-        deadline = time.monotonic() + pause
+        restart = next_restart(self.causes, self.launch.restarts, self.launch.folder)
+        yield from (*self.causes[-1].lines(), *notes)
+        yield restart.describe(where)
+        deadline = time.monotonic() + restart.pause
         while time.monotonic() < deadline and self.stop.number is None:
             time.sleep(0.05)
         if self.stop.number is not None:
             self._stop()
-
-    def _pause(self, causes: Sequence[Cause]) -> float:
-        """No pause after the first failure, then 1, 2, 4 ... seconds until a later step is reached."""
-        steps = [one.step for one in causes]
-        without = 0
-        while without + 1 < len(steps) and steps[-1 - without] <= steps[-2 - without]:
-            without += 1
-        return min(MAX_PAUSE_SECONDS, 2.0 ** (without - 1)) if without else 0.0
 
     def _newest(self) -> tuple[str | None, list[str]]:
         """The newest complete checkpoint of this run, and notes about newer ones that cannot be used."""

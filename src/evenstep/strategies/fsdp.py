@@ -95,8 +95,8 @@ ALIGNMENT = 64
 class Arrivals:
     """Rank 0's values of a model on all ranks, unit by unit, before each is sharded.
 
-    On other ranks than 0, a large model has no values yet, and no memory of its own (`training.file_backed_init`). There the
-    units follow each other in one buffer: freed one by one between shards that stay, they would leave gaps.
+    On other ranks than 0, a large model has no values yet, and no memory of its own (`training.file_backed_init`).
+    There the units follow each other in one buffer: freed one by one between shards that stay, they would leave gaps.
     """
 
     def __init__(self, model: nn.Module, found: Sequence[nn.Module], world: World) -> None:

@@ -29,6 +29,7 @@ from evenstep.checkpoint.saving_by_ranks import (
     SharedFolder,
     Unsettled,
 )
+from evenstep.checkpoint.sharded_safetensors import TensorFile, Writable, stored_tensors
 from evenstep.checkpoint.state import (
     check_same_order,
     load_optimizer_state,
@@ -39,7 +40,6 @@ from evenstep.checkpoint.state import (
     unused_options,
     weights,
 )
-from evenstep.checkpoint.tensor_files import TensorFile, Writable, stored_tensors
 from evenstep.data.loader import Loader
 from evenstep.errors import CheckpointError, SaveFailed, TaskError
 from evenstep.monitor.nonfinite import is_finite

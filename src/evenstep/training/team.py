@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from evenstep.data.adapt import adapt, per_rank
 from evenstep.data.augmentation import Augment
-from evenstep.data.batches import check_consistent, check_equal_lengths
+from evenstep.data.consistency_check import check_consistent, check_equal_lengths
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Batch, Loader, MicroBatch
 from evenstep.data.prefetch import LoaderOptions, unchanged

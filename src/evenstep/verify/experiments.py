@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from evenstep.data.batches import digest
+from evenstep.data.consistency_check import digest
 from evenstep.plan import Plan
 from evenstep.strategies.base import copied
 from evenstep.task import Task, describe

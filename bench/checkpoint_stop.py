@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.checkpoint.state import optimizer_state, weights, whole
+from evenstep.checkpoint.state_dict import optimizer_state, weights, whole
 
 ROUNDS = 5
 WIDTH, LAYERS = 1024, 36

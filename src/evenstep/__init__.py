@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from evenstep.record import Record
     from evenstep.sampling import samplers
     from evenstep.task import Task
+    from evenstep.training.checkpointed_run import Run
     from evenstep.training.loss_context import gather, log, progress
-    from evenstep.training.run import Run
     from evenstep.training.team import join
 
 __version__ = "0.1.0"
@@ -44,7 +44,7 @@ _WHERE = {
     "EvenstepError": "evenstep.errors",
     "Plan": "evenstep.plan",
     "Record": "evenstep.record",
-    "Run": "evenstep.training.run",
+    "Run": "evenstep.training.checkpointed_run",
     "Scaler": "evenstep.data.feature_scaler",
     "Task": "evenstep.task",
     "gather": "evenstep.training.loss_context",

@@ -103,7 +103,7 @@ import json, sys
 import torch
 from torch.nn import functional as F
 import evenstep
-from evenstep.checkpoint.state import whole
+from evenstep.checkpoint.state_dict import whole
 from evenstep.strategies.fsdp import FSDP
 from evenstep.tasks.networks import GPT
 from evenstep.training.fused_optimizer import fuse

@@ -13,9 +13,9 @@ import torch
 from evenstep.plan import Plan
 from evenstep.sampling.rng import seed_everything
 from evenstep.training.team import join
-from evenstep.verify.experiments import examine
 from evenstep.verify.one_batch import Workbench
 from evenstep.verify.recorder import DropoutOff
+from evenstep.verify.task_experiments import examine
 from tests.process.mistakes import planted, sound
 
 TESTS = ("draws", "metrics", "cut", "buffers")

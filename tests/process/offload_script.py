@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.checkpoint import shards, state
-from evenstep.checkpoint.state import whole
+from evenstep.checkpoint import shards, state_dict
+from evenstep.checkpoint.state_dict import whole
 from evenstep.strategies.fsdp import FSDP
 from evenstep.tasks.networks import GPT
 from evenstep.training.fused_optimizer import fuse
@@ -31,7 +31,7 @@ def main(folder: Path, strategy: str) -> None:
     if strategy == "fsdp":
         team.strategy = Offloaded()
         # On GPUs, the devices of shards and mesh say so.
-        shards.is_offloaded = state.is_offloaded = lambda tensor: True  # type: ignore[attr-defined]
+        shards.is_offloaded = state_dict.is_offloaded = lambda tensor: True  # type: ignore[attr-defined]
     torch.manual_seed(0)
     model = team.wrap(GPT(16, 8, 2, 2, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

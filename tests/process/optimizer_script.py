@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
 import evenstep
-from evenstep.checkpoint.state import weights, whole
+from evenstep.checkpoint.state_dict import weights, whole
 from evenstep.errors import TaskError
 from tests.small_tasks import MuonAndAdamW
 

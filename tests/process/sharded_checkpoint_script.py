@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import evenstep
 from evenstep.checkpoint import files, saving_by_ranks
 from evenstep.errors import SaveFailed
-from evenstep.training import run as run_module
+from evenstep.training import checkpointed_run as run_module
 
 
 def failing(message: str) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenstep
 from evenstep.errors import CheckpointError, NonFiniteLoss, PlanError, TaskError, TrainingError
-from evenstep.training.run import Run
+from evenstep.training.checkpointed_run import Run
 
 x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
 

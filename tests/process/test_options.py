@@ -14,7 +14,8 @@ import evenstep
 from evenstep.errors import TaskError
 from evenstep.plan import Plan, read_plan
 from evenstep.record import Record
-from evenstep.task import Task, call_task, parse_options, read_options
+from evenstep.task import Task, call_task
+from evenstep.task_options import parse_options, read_options
 from evenstep.trackers.points import hyperparameters
 
 TASK = '''

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.checkpoint.state import weights, whole
+from evenstep.checkpoint.state_dict import weights, whole
 from evenstep.distributed.collective_check import check_collectives
 
 out, strategy = Path(sys.argv[1]), sys.argv[2]

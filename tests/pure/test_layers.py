@@ -20,7 +20,10 @@ from evenstep.plan import Plan
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 
 SOURCE = Path(evenstep.__file__).parent
-VALUES = {"errors", "schema", "strategy_facts", "mesh", "pipeline_schedule", "plan", "record", "task"}
+VALUES = {
+    *("errors", "schema", "strategy_facts", "mesh", "pipeline_schedule", "plan", "record"),
+    *("early_stopping", "task_options", "task"),
+}
 ENGINE = {
     *VALUES,
     "internals",
@@ -43,7 +46,9 @@ MAY_IMPORT = {
     "pipeline_schedule": set(),
     "plan": {"errors", "schema", "strategy_facts", "mesh", "sampling"},
     "record": {"errors", "schema", "plan"},
-    "task": {"errors", "schema", "sampling"},
+    "early_stopping": {"errors", "schema", "plan", "record"},
+    "task_options": {"errors", "schema"},
+    "task": {"errors", "schema", "task_options", "sampling"},
     "audit": {*VALUES, "sampling"},
     "report": VALUES,
     "tasks": {"errors", "task"},

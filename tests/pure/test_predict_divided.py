@@ -27,7 +27,7 @@ from evenstep.record import PARTS, Lane, Record, Step, Timeline
 from evenstep.strategies.pipeline_cut import find_cut
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Task
-from evenstep.verify.causes import _from_message
+from evenstep.verify.cause_tests import _from_message
 from evenstep.verify.recorder import Failure
 from tests.pure.test_predict import ten_steps
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.checkpoint.state import load_optimizer_state, optimizer_state
+from evenstep.checkpoint.state_dict import load_optimizer_state, optimizer_state
 
 OPTIMIZERS = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Adamax, torch.optim.Rprop)
 

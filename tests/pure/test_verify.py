@@ -22,7 +22,7 @@ from evenstep.errors import PlanError, TrainingError
 from evenstep.plan import Plan
 from evenstep.record import FILE
 from evenstep.verify import recorder
-from evenstep.verify.causes import Case, _config_not_repeated, by_rank, find_cause, problems_of
+from evenstep.verify.cause_tests import Case, _config_not_repeated, by_rank, find_cause, problems_of
 from evenstep.verify.check import ConfigurationCheck, Depth, judged, settled
 from evenstep.verify.configurations import configs_of, usual_on
 from evenstep.verify.differences import (
@@ -40,7 +40,6 @@ from evenstep.verify.differences import (
     parts_of,
     saved_as_trained,
 )
-from evenstep.verify.experiments import plain
 from evenstep.verify.one_batch import SUBSETS, CutUp, Outcome, Rounding, Workbench, cut_up
 from evenstep.verify.recorder import (
     MOST_ELEMENTS,
@@ -56,6 +55,7 @@ from evenstep.verify.recorder import (
 )
 from evenstep.verify.runs import Budget, OutOfTime, Runs
 from evenstep.verify.task_causes import gathered, loss
+from evenstep.verify.task_experiments import plain
 from evenstep.verify.verdict_table import Configuration, PartVerdict, Verdict, lines, table
 from tests.small_tasks import small_task
 

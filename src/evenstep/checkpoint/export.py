@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from evenstep.checkpoint import files
-from evenstep.checkpoint.readme import README, write_readme
+from evenstep.checkpoint.model_card import README, write_readme
 from evenstep.checkpoint.sharded_safetensors import StoredTensor, TensorFile, stored_tensors
-from evenstep.checkpoint.state import load_weights
+from evenstep.checkpoint.state_dict import load_weights
 from evenstep.errors import CheckpointError, TaskError, shorten
 from evenstep.plan import IN_THIS_PROCESS, Plan
 from evenstep.schema import check_choice

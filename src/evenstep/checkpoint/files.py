@@ -24,8 +24,9 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 
+from evenstep.early_stopping import BestSoFar
 from evenstep.errors import CheckpointError, shorten
-from evenstep.record import BestSoFar, Evaluation, Tally
+from evenstep.record import Evaluation, Tally
 from evenstep.schema import Natural, Positive, Schema
 
 FORMAT = 1

@@ -25,7 +25,7 @@ def adopt(
 ) -> None:
     """Compare the first steps of a task made of a Trainer or LightningModule with the original's, bit for bit."""
     from evenstep.adopt.proof import compare_with_original
-    from evenstep.task import parse_options
+    from evenstep.task_options import parse_options
 
     proof = compare_with_original(task, parse_options(options or []), steps)
     for line in (*proof.left_out, *proof.differences):

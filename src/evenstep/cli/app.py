@@ -26,7 +26,8 @@ from evenstep.cli.completion import complete_task
 from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, STOPPED, BadInput, EvenstepError, Preempted, shorten
 from evenstep.mesh import examples
 from evenstep.strategy_facts import STRATEGIES, one_of
-from evenstep.task import BUILT_IN, Task, value_in_words
+from evenstep.task import BUILT_IN, Task
+from evenstep.task_options import value_in_words
 
 TASKS = (
     f"{', '.join(BUILT_IN)}; or your own: a Python file with a function that returns an evenstep.Task, as file.py, "
@@ -287,7 +288,8 @@ def print_stop(stop: BaseException) -> None:
 
 def _show_task_options(words: Sequence[str]) -> None:
     """Above the help of a command that names a task: what can be set in it."""
-    from evenstep.task import find_task, options_of
+    from evenstep.task import find_task
+    from evenstep.task_options import options_of
     from evenstep.tune.space import annotated_searches
 
     spec = words[1] if words[0] in ("train", "verify", "compare", "fit", "tune") and len(words) > 1 else "-"

@@ -16,10 +16,11 @@ from evenstep.cli.settings import choose_task
 from evenstep.errors import BadInput, TaskError, shorten
 from evenstep.schema import check_choice
 from evenstep.strategy_facts import STRATEGIES
-from evenstep.task import Task, TaskFunction, find_task, read_options, split_spec
+from evenstep.task import Task, TaskFunction, find_task, split_spec
+from evenstep.task_options import read_options
 
 if TYPE_CHECKING:
-    from evenstep.clusters.job_files import ClusterJob
+    from evenstep.clusters.manifests import ClusterJob
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -82,10 +83,10 @@ def trainjob(
     name: JobName = None,
 ) -> None:
     """Print a TrainJob of Kubeflow Trainer 2, with its TrainingRuntime, for kubectl apply."""
-    from evenstep.clusters import job_files
+    from evenstep.clusters import manifests
 
     print(
-        job_files.trainjob(_pods(replace(_job(context, task, name, machines, devices), cpus=cpus), image, volume)),
+        manifests.trainjob(_pods(replace(_job(context, task, name, machines, devices), cpus=cpus), image, volume)),
         end="",
     )
 
@@ -102,10 +103,10 @@ def jobset(
     name: JobName = None,
 ) -> None:
     """Print a JobSet for kubectl apply: Kubernetes without Kubeflow."""
-    from evenstep.clusters import job_files
+    from evenstep.clusters import manifests
 
     print(
-        job_files.jobset(_pods(replace(_job(context, task, name, machines, devices), cpus=cpus), image, volume)), end=""
+        manifests.jobset(_pods(replace(_job(context, task, name, machines, devices), cpus=cpus), image, volume)), end=""
     )
 
 
@@ -119,14 +120,14 @@ def slurm(
     name: JobName = None,
 ) -> None:
     """Print a batch script for sbatch; other options of sbatch may be given to it."""
-    from evenstep.clusters import job_files
+    from evenstep.clusters import manifests
 
-    print(job_files.slurm(replace(_job(context, task, name, machines, devices), cpus=cpus)), end="")
+    print(manifests.slurm(replace(_job(context, task, name, machines, devices), cpus=cpus)), end="")
 
 
 def _job(context: typer.Context, task: str, name: str | None, machines: int, devices: str) -> ClusterJob:
     """A job that runs `evenstep train` with all words that are not this command's."""
-    from evenstep.clusters.job_files import ClusterJob, name_of
+    from evenstep.clusters.manifests import ClusterJob, name_of
 
     if task.startswith("-"):
         raise BadInput(f"{shorten(task)} stands where the task is expected; write TASK first: my_task.py {task} ...")

@@ -308,7 +308,7 @@ def _measure(
 ) -> tuple[list[Record], Path]:
     from evenstep.compare.baseline import measure_baseline
     from evenstep.compare.compare_strategies import CompareRequest
-    from evenstep.task import parse_options
+    from evenstep.task_options import parse_options
 
     given = {**choices, "options": parse_options(options or [])}
     request = CompareRequest(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep.checkpoint import files
-from evenstep.checkpoint.state import check_same_order, check_weights, refuse_difference
+from evenstep.checkpoint.state_dict import check_same_order, check_weights, refuse_difference
 from evenstep.data.adapt import AdaptedData
 from evenstep.data.augmentation import SampleTransform
 from evenstep.data.dataset import Source
@@ -25,9 +25,10 @@ from evenstep.data.loader import MicroBatch
 from evenstep.data.nested import map_tensors
 from evenstep.data.prefetch import NOT_RESIDENT, can_be_resident
 from evenstep.distributed.world import World
+from evenstep.early_stopping import BestSoFar
 from evenstep.errors import MAX_CHARACTERS, EvenstepError, PlanError, TaskError, shorten
 from evenstep.plan import Plan, metric_of, parse_best
-from evenstep.record import BestSoFar, find_metric
+from evenstep.record import find_metric
 from evenstep.sampling.order import Lengths, Order, lengths_of, order_name
 from evenstep.sampling.rng import Draws, Ids
 from evenstep.strategies.base import SMALL_ENOUGH, copied, evaluating
@@ -35,10 +36,10 @@ from evenstep.strategy_facts import STRATEGIES, sharding
 from evenstep.task import Task, describe, has_several
 from evenstep.training.evaluation import Evaluator, named, prefixed
 from evenstep.training.loss import LossTotal, as_sum
+from evenstep.training.lr_scheduler import check_scheduler, make_scheduler
 from evenstep.training.optim import make_optimizer
 from evenstep.training.optimizer_rehearsal import refuse_closure
 from evenstep.training.precision import Precision
-from evenstep.training.schedule import check_scheduler, make_scheduler
 from evenstep.training.sync_batchnorm import is_local
 from evenstep.training.team import refuse_lazy
 from evenstep.worker.lazy_compiler import put_off_compiler

@@ -51,12 +51,11 @@ from evenstep.task import (
     find_task,
     has_several,
     moved_spec,
-    options_of,
-    read_options,
     refuse_untrusted,
     spec_of,
     split_spec,
 )
+from evenstep.task_options import options_of, read_options
 
 DEFAULT_BATCH = 64
 MOST_CHARACTERS = 95

@@ -13,7 +13,7 @@ from evenstep.data.loader import Batch
 from evenstep.distributed.heartbeat import INPUT
 from evenstep.plan import Plan
 from evenstep.record import Step
-from evenstep.training.run import Run
+from evenstep.training.checkpointed_run import Run
 from evenstep.training.step import Stepper, Taken
 
 PEAKS_EVERY = 64

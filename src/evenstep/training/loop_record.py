@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from evenstep.checkpoint import files
 from evenstep.distributed import devices
 from evenstep.distributed.worker_process import read_local_size
+from evenstep.early_stopping import BestSoFar
 from evenstep.errors import TaskError
 from evenstep.plan import CUSTOM_LOOP, Plan, check_name, parse_log
-from evenstep.record import BestSoFar, Evaluation, RecordWriter, Row, Step, Summary, Tally, has_begun
+from evenstep.record import Evaluation, RecordWriter, Row, Step, Summary, Tally, has_begun
 from evenstep.training.evaluation import Means
 from evenstep.training.loop import PEAKS_EVERY
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evenstep.checkpoint.shards import is_sharded, sharded_like
-from evenstep.checkpoint.state import whole
+from evenstep.checkpoint.state_dict import whole
 from evenstep.distributed.parameter_slices import cuts, is_slice
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError

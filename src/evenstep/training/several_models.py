@@ -26,11 +26,11 @@ from evenstep.data.loader import Batch
 from evenstep.errors import TaskError
 from evenstep.strategies.base import SMALL_ENOUGH, DistributedModel, Sample, copied
 from evenstep.task import Amount, Task, has_several
+from evenstep.training.checkpointed_run import Run
 from evenstep.training.fused_optimizer import is_fused
 from evenstep.training.loss import HostCopy, MeanLoss
+from evenstep.training.lr_scheduler import Schedulers
 from evenstep.training.optim import WeightUpdate
-from evenstep.training.run import Run
-from evenstep.training.schedule import Schedulers
 from evenstep.training.step import Taken, agreed_when_read, reads_late
 
 if TYPE_CHECKING:

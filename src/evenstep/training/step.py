@@ -15,12 +15,12 @@ from evenstep.distributed.preemption import Requests
 from evenstep.strategies.base import DistributedModel
 from evenstep.task import Amount
 from evenstep.training.loss import HostCopy, MeanLoss
+from evenstep.training.lr_scheduler import Schedulers
 from evenstep.training.optim import WeightUpdate
-from evenstep.training.schedule import Schedulers
 from evenstep.training.team import Team
 
 if TYPE_CHECKING:
-    from evenstep.training.weight_average import WeightAverage
+    from evenstep.training.ema import WeightAverage
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from evenstep.distributed import devices
 from evenstep.distributed.devices import return_to_default_stream
 from evenstep.distributed.heartbeat import BACKWARD, BUILDING, COMPARING, ENDING, EVALUATING, FORWARD, SAVING
 from evenstep.distributed.preemption import SIGNALS
+from evenstep.early_stopping import BestSoFar
 from evenstep.errors import BadInput, Preempted, TaskError, TrainingError
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
 from evenstep.plan import AUTO, USUAL, Plan, parse_best, parse_link, parse_shares
 from evenstep.record import (
-    BestSoFar,
     EpochEnd,
     Evaluation,
     MeasuredShares,
@@ -50,12 +50,12 @@ from evenstep.record import (
 from evenstep.sampling.rng import derive_seed, fork_rng, seed_everything
 from evenstep.strategy_facts import DEFAULT
 from evenstep.task import Task, has_several
+from evenstep.training.checkpointed_run import Run
 from evenstep.training.evaluation import LossAndMetrics, Means, prefixed
 from evenstep.training.fused_optimizer import fuse
 from evenstep.training.loop import is_done, train
+from evenstep.training.lr_scheduler import check_scheduler, make_scheduler, stepped_after
 from evenstep.training.optim import make_optimizer
-from evenstep.training.run import Run
-from evenstep.training.schedule import check_scheduler, make_scheduler, stepped_after
 from evenstep.training.step import Recipe, Stepper, eager_steps
 from evenstep.training.sync_batchnorm import is_local, synchronised
 from evenstep.training.team import Interrupted, Team, join_team
@@ -95,7 +95,7 @@ class Trainer:
         self.checkpoints = run_folder / files.FOLDER
         self.run = self._build()
         if task.ema is not None:
-            from evenstep.training.weight_average import WeightAverage
+            from evenstep.training.ema import WeightAverage
 
             self.run.average = WeightAverage(self.run.models.values(), task.ema)
         if task.after is not None or task.after_every is not None:

@@ -14,7 +14,8 @@ import msgspec
 
 from evenstep.errors import MAX_CHARACTERS, BadInput, TaskError, shorten
 from evenstep.plan import OptionValue
-from evenstep.task import NO_OPTIONS, Task, TaskFunction, options_of, read_options, value_in_words
+from evenstep.task import NO_OPTIONS, Task, TaskFunction
+from evenstep.task_options import options_of, read_options, value_in_words
 
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 RANGE = re.compile(rf"\s*({NUMBER})\s*\.\.\s*({NUMBER})\s*(:log)?\s*")

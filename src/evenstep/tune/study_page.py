@@ -12,7 +12,7 @@ from evenstep.record import TRIALS, Record
 from evenstep.report.html.page import FILE, Page, PageLink, need_bokeh, render, write_page_of_runs, write_text
 from evenstep.report.html.tables import Sheet
 from evenstep.report.terminal import number
-from evenstep.task import value_in_words
+from evenstep.task_options import value_in_words
 from evenstep.tune.optuna_sampler import has_optuna, importances
 from evenstep.tune.study import facts_of
 from evenstep.tune.study_table import NAME_WIDTH, heads_of, order, result_lines, state_of

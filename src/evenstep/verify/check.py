@@ -11,7 +11,7 @@ from evenstep.errors import TrainingError
 from evenstep.launcher.prepare import Prepared
 from evenstep.plan import parse_link
 from evenstep.strategy_facts import REFERENCE
-from evenstep.verify.causes import Case, find_cause, lies_in_task, only_in
+from evenstep.verify.cause_tests import Case, find_cause, lies_in_task, only_in
 from evenstep.verify.differences import (
     COARSE,
     FALLBACK_TOLERANCE,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from evenstep.checkpoint import files
-from evenstep.checkpoint.state import Tensors
+from evenstep.checkpoint.state_dict import Tensors
 from evenstep.plan import LinkMethod
 from evenstep.record import Evaluation
 from evenstep.strategies.base import same_numbers

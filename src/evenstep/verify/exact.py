@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from evenstep.checkpoint.state import Tensors
+from evenstep.checkpoint.state_dict import Tensors
 from evenstep.errors import TrainingError
 from evenstep.launcher.prepare import Prepared
 from evenstep.strategy_facts import REFERENCE
-from evenstep.verify.bits import FirstOperation, Traced, Traces, first_other, read_traces
 from evenstep.verify.differences import THINGS, Difference, fails, parts_of
+from evenstep.verify.operation_bits import FirstOperation, Traced, Traces, first_other, read_traces
 from evenstep.verify.recorder import Evidence, Failure
 from evenstep.verify.runs import Log, Runs
 from evenstep.verify.verdict_table import Configuration, DifferenceCause, Verdict

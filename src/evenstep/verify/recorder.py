@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from evenstep.audit.sample_log import FILE, Problems, read_lines
 from evenstep.checkpoint import files
 from evenstep.checkpoint.shards import is_sharded
-from evenstep.checkpoint.state import Tensors
+from evenstep.checkpoint.state_dict import Tensors
 from evenstep.data.nested import leaves
 from evenstep.distributed.parameter_slices import joined, slices_of, whole_state
 from evenstep.distributed.worker_process import read_rank

@@ -17,10 +17,10 @@ from evenstep.errors import EvenstepError, Preempted
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
-from evenstep.verify.bits import Traced, perform_bits
-from evenstep.verify.experiments import BY_RANK, TESTS, perform_examination
-from evenstep.verify.experiments import FOLDER as EXAMINED
+from evenstep.verify.operation_bits import Traced, perform_bits
 from evenstep.verify.recorder import Evidence, Failure, Norms, perform_watched
+from evenstep.verify.task_experiments import BY_RANK, TESTS, perform_examination
+from evenstep.verify.task_experiments import FOLDER as EXAMINED
 from evenstep.verify.verdict_table import Configuration
 from evenstep.worker.main import Perform
 

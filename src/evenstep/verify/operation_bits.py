@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from evenstep.checkpoint.state import Tensors
+from evenstep.checkpoint.state_dict import Tensors
 from evenstep.data.nested import leaves
 from evenstep.distributed.worker_process import read_rank
 from evenstep.plan import Plan

@@ -30,7 +30,7 @@ from evenstep.checkpoint.saving_by_ranks import (
     Unsettled,
 )
 from evenstep.checkpoint.sharded_safetensors import TensorFile, Writable, stored_tensors
-from evenstep.checkpoint.state import (
+from evenstep.checkpoint.state_dict import (
     check_same_order,
     load_optimizer_state,
     load_weights,
@@ -55,13 +55,13 @@ from evenstep.sampling.rng import (
 from evenstep.strategies.base import NOTHING, DistributedModel
 from evenstep.task import Amount
 from evenstep.training.evaluation import Means
-from evenstep.training.schedule import Schedulers, SteppedAfter
+from evenstep.training.lr_scheduler import Schedulers, SteppedAfter
 from evenstep.training.team import Team
 
 if TYPE_CHECKING:
     from evenstep.record import Summary
+    from evenstep.training.ema import WeightAverage
     from evenstep.training.loop_record import LoopRecord
-    from evenstep.training.weight_average import WeightAverage
 
 T = TypeVar("T")
 V = TypeVar("V")

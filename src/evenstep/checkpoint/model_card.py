@@ -11,7 +11,7 @@ from evenstep.checkpoint import files
 from evenstep.errors import EvenstepError
 from evenstep.plan import IN_THIS_PROCESS, Plan
 from evenstep.record import FILE, Record, Summary, study_of
-from evenstep.task import value_in_words
+from evenstep.task_options import value_in_words
 
 README = "README.md"
 USE = {

@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import evenstep
-from evenstep.checkpoint import files, saving_by_ranks
+from evenstep.checkpoint import files
 from evenstep.errors import SaveFailed
-from evenstep.training import checkpointed_run as run_module
 
 
 def failing(message: str) -> Any:
@@ -59,7 +58,7 @@ def main(folder: Path) -> None:
         ours, theirs = (load_file(one / files.WEIGHTS) for one in (first, second))
         seen["gathered_is_same"] = all(torch.equal(ours[name], theirs[name]) for name in ours)
 
-    run_module.BACKGROUND_BYTES = 1
+    files.LARGE_BYTES = 1
     finish = files.finish
     files.finish = lambda *given: (time.sleep(1), finish(*given))[1]
     third = run.save(folder / "later", in_background=True)
@@ -73,6 +72,23 @@ def main(folder: Path) -> None:
     )
     odd = torch.zeros(2, dtype=torch.complex128)
     seen["odd"] = team.world.gather(failure(lambda: run.save(folder / "odd", odd=odd)))
+    kept = []
+    for step in range(4):
+        run.loader.num_finished = 100 + step
+        written = run.save(folder / "kept", keep=1, in_background=True)
+        run.settle()
+        kept.append(os.stat(written / files.OPTIMIZER).st_ino)
+    seen["written_over"] = kept[2:] == kept[:2]
+    if main_rank:
+        files.verify(written)
+        moments = load_file(written / files.OPTIMIZER)
+        first_moments = load_file(first / files.OPTIMIZER)
+        seen["written_over_is_same"] = all(torch.equal(moments[name], first_moments[name]) for name in first_moments)
+    run.close()
+    team.world.barrier()
+    seen["spares"] = [str(one) for one in folder.rglob(".spare")]
+    run.loader.num_finished = 0
+
     fourth = run.save(folder / "read", in_background=True, note="read")
     seen["loaded"] = team.world.gather(run.load(folder / "read").get("note"))
 
@@ -90,7 +106,6 @@ def main(folder: Path) -> None:
     seen["left"] = [one.name for one in (folder / "stopped").iterdir()]
     if main_rank:
         (folder / "seen.json").write_text(json.dumps(seen))
-    assert saving_by_ranks.BACKGROUND_BYTES > 1
 
 
 if __name__ == "__main__":

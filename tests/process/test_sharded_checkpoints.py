@@ -85,6 +85,12 @@ def test_a_large_checkpoint_is_finished_while_the_training_continues(seen: dict[
     assert seen["is_there_after_settle"] is True
 
 
+def test_ranks_write_a_checkpoint_over_one_that_would_be_deleted(seen: dict[str, object]) -> None:
+    assert seen["written_over"]
+    assert seen["written_over_is_same"]
+    assert seen["spares"] == []
+
+
 def test_a_failure_in_the_background_is_raised_on_all_ranks_before_the_next_save(seen: dict[str, object]) -> None:
     words = "the checkpoint of step 0 could not be written (rank 0: OSError: disk full)"
     assert all(words in one for one in seen["failures"])

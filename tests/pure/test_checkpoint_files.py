@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -321,3 +322,60 @@ def test_what_a_restart_must_know_is_refused_where_it_is_damaged(damage: dict[st
     path = save(3, so_far={"tally": TALLY, "best": None, "evaluation": None, **damage})
     with pytest.raises(CheckpointError, match=message):
         files.read_state(path)
+
+
+@pytest.fixture
+def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LARGE_BYTES", 1)
+
+
+def saved(step: int, content: bytes, keep: int = 1) -> tuple[Path, int]:
+    """A checkpoint whose weights are written over a spare file, if there is one; and the inode of the file."""
+    folder = Path("checkpoints")
+    beside = files.begin(folder, step)
+    spare = files.take_spare(folder, files.WEIGHTS, len(content))
+    if spare is not None:
+        spare.rename(beside / files.WEIGHTS)
+    files.drop_spare(folder)
+    with (beside / files.WEIGHTS).open("r+b" if spare is not None else "xb") as file:
+        file.write(content)
+    final = files.finish(beside, step)
+    files.prune(folder, keep)
+    return final, (final / files.WEIGHTS).stat().st_ino
+
+
+@pytest.mark.usefixtures("_small_is_large")
+def test_a_large_checkpoint_is_written_over_one_that_would_be_deleted() -> None:
+    inodes = [saved(step, bytes([step]) * 100)[1] for step in range(1, 6)]
+    # The first to be deleted is that of step 1, when that of step 2 is there.
+    assert inodes[2:] == inodes[:3]
+    assert (Path("checkpoints/latest") / files.WEIGHTS).read_bytes() == bytes([5]) * 100
+    assert [path.name for path in files.whole(Path("checkpoints"))] == [files.step_name(5)]
+
+
+@pytest.mark.usefixtures("_small_is_large")
+@pytest.mark.parametrize("how", ["open", "mapped", "linked", "of another size"])
+def test_files_that_somebody_uses_are_not_written_over(how: str) -> None:
+    first, _ = saved(1, b"a" * 100)
+    with (first / files.WEIGHTS).open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if how == "mapped" else None
+        if how != "open":
+            file.close()
+        if how == "linked":
+            Path("mine").hardlink_to(first / files.WEIGHTS)
+        saved(2, b"b" * 100)
+        saved(3, b"c" * (99 if how == "of another size" else 100))
+        if how == "open":
+            assert file.read() == b"a" * 100
+        if mapped is not None:
+            assert mapped[:] == b"a" * 100
+            mapped.close()
+    if how == "linked":
+        assert Path("mine").read_bytes() == b"a" * 100
+    assert (Path("checkpoints/latest") / files.WEIGHTS).read_bytes() == b"c" * (99 if how == "of another size" else 100)
+
+
+def test_small_checkpoints_leave_nothing_behind() -> None:
+    for step in (1, 2):
+        saved(step, b"a" * 100)
+    assert not Path("checkpoints/.spare").exists()

@@ -17,9 +17,6 @@ from evenstep.checkpoint import files
 from evenstep.checkpoint.sharded_safetensors import TensorFile
 from evenstep.distributed.world import World
 
-BACKGROUND_BYTES = 2**26
-"""A smaller checkpoint is finished at once."""
-
 
 class LocalFolder:
     """The folder that rank 0 writes a checkpoint to which all ranks hold alike."""

@@ -6,8 +6,9 @@ import json
 import sys
 import time
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,6 @@ from evenstep.checkpoint import files
 from evenstep.checkpoint.files import State
 from evenstep.checkpoint.loop_values import with_tensors, without_tensors
 from evenstep.checkpoint.saving_by_ranks import (
-    BACKGROUND_BYTES,
     AfterSaving,
     Finishing,
     LocalFolder,
@@ -137,6 +137,10 @@ class Run:
         self._saved: Path | None = None
         """The last checkpoint."""
         self._unsettled: Unsettled | None = None
+        self._saved_to: set[Path] = set()
+        """Folders in which rank 0 may have left files for the next checkpoint."""
+        # A custom loop does not call `close`.
+        weakref.finalize(self, _drop_spares, self._saved_to)
         """A checkpoint that rank 0 finishes in the background."""
         self._record = None
         if self.folder is not None:
@@ -270,6 +274,7 @@ class Run:
         """Wait for this process's part of a checkpoint, without the others: one of them may have failed."""
         if self._unsettled is not None and self._unsettled.finishing is not None:
             self._unsettled.finishing.wait()
+        _drop_spares(self._saved_to)
 
     def _weights(self) -> dict[str, Writable]:
         return {
@@ -292,7 +297,7 @@ class Run:
     ) -> None:
         """Write all files and make them the latest checkpoint; SaveFailed on all ranks if one could not."""
         is_sharded = any(file.is_sharded for file in tensor_files.values())
-        is_large = sum(tensor_files[name].nbytes for name in (files.WEIGHTS, files.OPTIMIZER)) >= BACKGROUND_BYTES
+        is_large = sum(tensor_files[name].nbytes for name in (files.WEIGHTS, files.OPTIMIZER)) >= files.LARGE_BYTES
         beside, problem = self._begin(folder, tensor_files, state)
         try:
             if is_sharded:
@@ -328,7 +333,9 @@ class Run:
             beside = files.begin(folder, self.step)
             (beside / files.STATE).write_text(text)
             for name, file in tensor_files.items():
-                file.create(beside / name)
+                file.create(beside / name, files.take_spare(folder, name, file.nbytes))
+            files.drop_spare(folder)
+            self._saved_to.add(folder)
         except Exception as error:
             if beside is not None:
                 files.remove(beside)
@@ -574,6 +581,11 @@ def _tensor_files(tensors: Mapping[str, Mapping[str, Writable]]) -> tuple[dict[s
     except CheckpointError as error:
         # Not raised: rank 0 alone may have the tensor, and the others would wait for it.
         return {}, str(error)
+
+
+def _drop_spares(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        files.drop_spare(folder)
 
 
 def _prefixed(key: str, tensors: Mapping[str, V]) -> dict[str, V]:

@@ -125,6 +125,12 @@ class Field:
             elif label in self.entries:
                 self.entries[label].figures = figures
 
+    def pool(self, name: str, of: list[str]) -> None:
+        """Enter the mean of some as one more, after the race; if one of them is absent, nothing."""
+        if all(self._has_raced(one) for one in of):
+            figures = [statistics.mean(at) for at in zip(*(self.entries[one].figures for one in of), strict=True)]
+            self.entries[name] = Entry(**{**self.entries[of[0]].__dict__, "figures": figures})
+
     def compared(self, first: str, second: str) -> harness.Ratio | None:
         """Milliseconds of second / first; None if one is not in the race."""
         if not self._has_raced(first) or not self._has_raced(second):

@@ -126,10 +126,7 @@ def test_replayed_steps_learn_what_plain_ones_learn(
     strategy: str,
     devices: tuple[str, ...],
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Beside other tests, steps take any time.
-    monkeypatch.setattr("evenstep.training.cuda_graphs.runner.LEAST_GAIN", 0.0)
     plain, _ = run_case(name, capsys, strategy=strategy, devices=devices, fast="off", name="plain")
     fast, said = run_case(name, capsys, strategy=strategy, devices=devices, fast="auto", name="fast")
     assert "replayed as a CUDA graph" in said
@@ -184,10 +181,8 @@ def test_a_parameter_that_no_step_uses_is_left_alone_by_replays(capsys: pytest.C
 
 @pytest.mark.parametrize(("strategy", "devices"), [("single", ("cuda:0",)), ("dp", ("cuda:0", "cuda:0"))])
 def test_unused_parameters_of_the_first_step_are_named_once_where_steps_are_replayed(
-    strategy: str, devices: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    strategy: str, devices: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Beside other tests, steps take any time.
-    monkeypatch.setattr("evenstep.training.cuda_graphs.runner.LEAST_GAIN", 0.0)
     evenstep.train(task(model=WithSpare), strategy=strategy, devices=devices, epochs=4, name="fast")
     said = capsys.readouterr().err
     assert "replayed as a CUDA graph" in said
@@ -317,9 +312,8 @@ class Littering(Net):
 
 
 def test_a_capture_does_not_free_the_graph_of_an_earlier_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr("evenstep.training.cuda_graphs.runner.LEAST_GAIN", 0.0)
     weight = torch.ones(4, device="cuda")
     with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
         weight.mul_(2)
@@ -367,10 +361,7 @@ def text(**changes: Any) -> Task:
     return task(**{**usual, "sampler": samplers.ByLength(lengths), **changes})
 
 
-def test_every_length_that_recurs_gets_a_graph(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("evenstep.training.cuda_graphs.runner.LEAST_GAIN", 0.0)
+def test_every_length_that_recurs_gets_a_graph(capsys: pytest.CaptureFixture[str]) -> None:
     choices: dict[str, Any] = {"epochs": 8, "workers": 0, "batch": 8}
     plain = evenstep.train(text(), fast="off", name="plain", **choices)
     capsys.readouterr()

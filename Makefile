@@ -14,7 +14,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py src/evenstep/distributed/shm/sums.c src/evenstep/distributed/shm/seeds.c
+$(STAMP): pyproject.toml constraints.txt hatch_build.py src/evenstep/distributed/shm/allreduce.c src/evenstep/distributed/shm/seeds.c
 	@echo "making the environment in $(VENV); this takes some minutes, once ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "evenstep needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	@$(PYTHON) -m venv $(VENV)

@@ -39,8 +39,8 @@ from evenstep.compare.measure import Block, measure
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import prepare
 from evenstep.predict.calibration import calibrate, read_records
+from evenstep.predict.communication_cost import Link, gbit
 from evenstep.predict.forecast import Forecaster, Question
-from evenstep.predict.links import Link, gbit
 from evenstep.predict.own_records import replay_records
 from evenstep.predict.published import Checked
 from evenstep.predict.typical_network import link_of_pair

@@ -42,7 +42,7 @@ from evenstep.fit.device_memory import CONTEXT_BYTES, limit_gpus, warm_up, works
 from evenstep.fit.fake_tensor_pass import calibrated, step_memory
 from evenstep.fit.memory_model import Cut, Placement, StepMemory, cuts, largest_fitting, peak, usable
 from evenstep.fit.memory_probe import MemoryProbe, ProbedMemory, read_probe
-from evenstep.launcher.micro_batch import MemoryRunner, RanOut, Search, placement
+from evenstep.launcher.fit_micro_batch import MemoryRunner, RanOut, Search, placement
 from evenstep.monitor.known_errors import is_out_of_memory
 from evenstep.plan import Plan
 from evenstep.strategy_facts import REFERENCE, STRATEGIES

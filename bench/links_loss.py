@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from evenstep import Plan, Task
-from evenstep.compare.link_methods import STUDENT
+from evenstep.compare.compare_links import STUDENT
 from evenstep.record import Record
 
 BATCH, WARM_UP = 256, 30

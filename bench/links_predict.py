@@ -22,8 +22,8 @@ from tests.faults.hosts import Host, hosts
 
 from evenstep.distributed.devices import facts
 from evenstep.predict.calibration import Calibration, calibrate, read_records
+from evenstep.predict.communication_cost import gbit
 from evenstep.predict.forecast import Forecaster, Question
-from evenstep.predict.links import gbit
 from evenstep.record import Record
 from evenstep.strategy_facts import STRATEGIES
 

@@ -25,7 +25,7 @@ from links_loss import BATCH, NUM_VALID, TRAINED, Trained, falling, loss
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from evenstep.plan import LinkMethod, parse_link
+from evenstep.link_method import LinkMethod, parse_link
 
 RANKS = 4
 RATE, MOMENTUM = 0.7, 0.9

@@ -213,7 +213,7 @@ class ForkedServers:
 
 def run_code(args: Sequence[str], passfds: Sequence[int]) -> None:
     """Be `python -c CODE`: nothing of the command remains but its imports."""
-    from evenstep.internals import become_main_process, forget_exit_handlers
+    from evenstep.private_apis import become_main_process, forget_exit_handlers
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         if callable(signal.getsignal(number)):

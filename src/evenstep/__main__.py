@@ -8,8 +8,8 @@ from types import FrameType
 from typing import NoReturn
 
 from evenstep.errors import STOPPED, Preempted
-from evenstep.internals import run_exit_handlers
 from evenstep.launcher.fork_server import ensure_resource_tracker, start_server_for
+from evenstep.private_apis import run_exit_handlers
 
 
 def main() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from evenstep.best_metric import find_metric, parse_best
 from evenstep.errors import BadInput, shorten
-from evenstep.plan import Plan, parse_best
-from evenstep.record import Best, Evaluation, find_metric
-from evenstep.schema import Natural
+from evenstep.plan import Plan
+from evenstep.record import Best, Evaluation
+from evenstep.typed_values import Natural
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -16,11 +15,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from evenstep.errors import BREAKS_LINES, MAX_CHARACTERS, PlanError, shorten
+from evenstep.errors import BREAKS_LINES, PlanError, shorten
+from evenstep.link_method import parse_link
 from evenstep.mesh import arrange, check_precision
-from evenstep.sampling.batch_shares import Shares, enough_for_all, in_proportion, share, smallest_micro_batch
+from evenstep.sampling.batch_shares import Shares, enough_for_all, in_proportion, smallest_micro_batch
 from evenstep.sampling.order import Lengths
-from evenstep.schema import LARGEST, Schema, check, check_choice, check_fields
 from evenstep.strategy_facts import (
     DEFAULT,
     REFERENCE,
@@ -31,6 +30,7 @@ from evenstep.strategy_facts import (
     usual_strategies,
     with_processes,
 )
+from evenstep.typed_values import LARGEST, Schema, check, check_choice, check_fields
 
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
@@ -84,10 +84,8 @@ MOST_NAME_BYTES = 200
 class Plan:
     """One run. The batch is global: strategy, devices and accumulation only cut it up.
 
-    >>> Plan(task="digits", batch=512, strategy="ddp", devices=("cpu",) * 4, accumulate=2, epochs=1).arithmetic(
-    ...     Lengths(60_000)
-    ... )
-    'global batch 512 = 4 devices x 64 x 2 micro-batches; 118 steps per epoch (the last has 96 samples)'
+    >>> Plan(task="digits", batch=512, strategy="ddp", devices=("cpu",) * 4, epochs=2).num_steps(Lengths(60_000))
+    236
     """
 
     batch: Whole
@@ -493,42 +491,6 @@ class Plan:
             num += self.steps_an_epoch(length - start) - self.steps_an_epoch(length)
         return step + num
 
-    def arithmetic(self, lengths: Lengths) -> str:
-        """The batch, cut up, in one line."""
-        machines = parse_machines(self.machines) if self.machines is not None else (1, 1)
-        if machines[0] != machines[1]:
-            each = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)} each"
-            return (
-                f"global batch {self.batch} over {machines[0]} to {machines[1]} machines, {each}; "
-                f"{self._epochs_in_words(lengths)}"
-            )
-        micro_sizes = {
-            len(share(len(own), part, self.accumulate))
-            for own in in_proportion(self.batch, self.proportions)
-            for part in range(self.accumulate)
-        }
-        sizes = "-".join(str(size) for size in sorted(micro_sizes))
-        parts = f" x {self.accumulate} micro-batches" if self.accumulate > 1 else ""
-        devices = "1 device" if len(self.devices) == 1 else f"{len(self.devices)} devices"
-        devices = f"{machines[0]} machines x {devices}" if machines[0] > 1 else devices
-        if self.num_replicas < self.most_devices:
-            num, num_each = self.num_replicas, self.most_devices // self.num_replicas
-            devices = f"{num} replica{'s' * (num > 1)} of {num_each} devices"
-        shares = f" (shares {self.shares})" if self.shares is not None else ""
-        if self.virtual_replicas is not None:
-            parts = f"{parts} on {devices}"
-            devices = f"{self.virtual_replicas} virtual replica{'s' * (self.virtual_replicas > 1)}"
-        return f"global batch {self.batch} = {devices} x {sizes}{parts}{shares}; {self._epochs_in_words(lengths)}"
-
-    def _epochs_in_words(self, lengths: Lengths) -> str:
-        if lengths.rest is None:
-            return "until the stream ends"
-        steps = self.steps_an_epoch(lengths.rest)
-        growing = "".join(f"{self.steps_an_epoch(length)}, " for length in lengths.first)
-        last = lengths.rest % self.batch
-        short = f" (the last has {last} samples)" if last and steps > 1 else ""
-        return f"{growing}{'then ' if growing else ''}{steps} step{'s' * (steps != 1)} per epoch{short}"
-
     def describe(self) -> str:
         """The plan as a block for people; what is left at 'none' or 'off' is not shown."""
         shown = {name: value for name, value in asdict(self).items() if value is not None and value is not False}
@@ -601,39 +563,6 @@ def parse_devices(text: str) -> int | tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-Direction = Literal["min", "max"]
-SMALLER_IS_BETTER = "loss error err nll perplexity ppl mse rmse mae mape wer cer ter fid brier distance"
-LARGER_IS_BETTER = (
-    "accuracy acc top1 top5 auc auroc roc_auc ap map average_precision auprc f1 fbeta precision recall sensitivity "
-    "specificity bleu rouge rouge1 rouge2 rougel meteor chrf iou miou dice jaccard psnr ssim r2 mcc kappa ndcg mrr hit "
-    "return reward"
-)
-
-
-def parse_best(text: str | None) -> tuple[str, Direction]:
-    """The metric that decides which checkpoint is the best, and whether its least or greatest value is.
-
-    >>> parse_best(None), parse_best("accuracy"), parse_best("clean/rmse"), parse_best("score:max")
-    (('loss', 'min'), ('accuracy', 'max'), ('clean/rmse', 'min'), ('score', 'max'))
-    """
-    metric = metric_of(text)
-    if text is not None and metric != text:
-        return metric, "min" if text.endswith(":min") else "max"
-    # Of clean/rmse, clean is the name of a validation set.
-    last = metric.lower().rpartition("/")[2]
-    words = {*re.split(r"[^a-z0-9]+", last), last}
-    is_smaller, is_larger = bool(words & {*SMALLER_IS_BETTER.split()}), bool(words & {*LARGER_IS_BETTER.split()})
-    if is_smaller == is_larger:
-        shown = shorten(metric)
-        known = [*SMALLER_IS_BETTER.split(), *LARGER_IS_BETTER.split()]
-        close = difflib.get_close_matches(metric[:MAX_CHARACTERS], known, n=1)
-        raise PlanError(
-            f"is a larger {shown} better, or a smaller one? Write --best {shown}:max or --best {shown}:min"
-            f"{f', or did you mean {close[0]}?' if close else ''}"
-        )
-    return metric, "min" if is_smaller else "max"
-
-
 def check_replicas(num: int, num_devices: int, facts: StrategyFacts) -> None:
     """Refuse virtual replicas that the strategy, or the number of devices, does not allow."""
     check("virtual_replicas", num, Whole, PlanError)
@@ -672,11 +601,6 @@ def check_offload(facts: StrategyFacts, devices: Iterable[str], precision: str, 
         )
 
 
-def metric_of(best: str | None) -> str:
-    """The metric that --best names, without its direction."""
-    return re.sub("(?<=.):(min|max)$", "", best or "loss", flags=re.DOTALL)
-
-
 def check_device_names(devices: Iterable[str]) -> None:
     """Refuse what names no device, on this machine or another."""
     for device in devices:
@@ -709,90 +633,6 @@ def parse_rendezvous(machines: str | None, rendezvous: str | None) -> tuple[tupl
 
 AUTO = "auto"
 """Shares that are measured in the first steps."""
-
-
-LinkName = Literal["none", "auto", "bf16", "powersgd", "topk", "local", "diloco", "streaming"]
-LOCAL = ("local", "diloco", "streaming")
-LINKS = "none, auto, bf16, powersgd:RANK, topk:FRACTION, local:STEPS, diloco:STEPS or streaming:STEPS:FRAGMENTS"
-FRAGMENTS = 4
-"""Of `streaming`, where their number is not given."""
-
-
-@dataclass(frozen=True)
-class LinkMethod:
-    """How ranks exchange gradients; `value` is a rank, a fraction, or a number of steps."""
-
-    name: LinkName
-    value: float = 0.0
-    num_fragments: int = 0
-    """The parts of the weights that `streaming` sends one after another; 0: all weights are sent at once."""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether ranks take several steps of their own; with one, gradients are averaged as without it."""
-        return self.name in LOCAL and self.value > 1
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether these are sent in fragments, while training goes on."""
-        return self.is_local and self.num_fragments > 0
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether gradients are sent with less than all of their digits."""
-        return self.name in ("bf16", "powersgd", "topk")
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it is the training that one device does, up to rounding."""
-        return not self.is_lossy and not self.is_local
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing about it needs a check, or a strategy that knows it."""
-        return self.name == "none" or (self.name in LOCAL and not self.is_local)
-
-    @property
-    def num_steps(self) -> int:
-        """Between two exchanges of the same weights."""
-        return int(self.value) if self.is_local else 1
-
-    def fragment_after(self, step: int) -> int | None:
-        """The fragment that is sent after this step of the run: each once in `num_steps`, at even distances.
-
-        >>> [parse_link("streaming:6:2").fragment_after(step) for step in range(1, 10)]
-        [None, None, 0, None, None, 1, None, None, 0]
-        """
-        place = (step - 1) % self.num_steps + 1
-        number = -(-place * self.num_fragments // self.num_steps)
-        return number - 1 if number * self.num_steps // self.num_fragments == place else None
-
-
-def parse_link(text: str | None) -> LinkMethod:
-    """What `--link` names.
-
-    >>> parse_link("powersgd:2"), parse_link("local:50").num_steps, parse_link(None)
-    (LinkMethod(name='powersgd', value=2, num_fragments=0), 50, LinkMethod(name='none', value=0.0, num_fragments=0))
-    """
-    name, _, value = (text or "none").strip().partition(":")
-    if name in ("none", "auto", "bf16") and not value:
-        return LinkMethod(name)  # type: ignore[arg-type]
-    if name in ("powersgd", "local", "diloco") and re.fullmatch("0*[1-9][0-9]{0,8}", value):
-        return LinkMethod(name, int(value))  # type: ignore[arg-type]
-    if name == "topk" and re.fullmatch(r"[01]?\.?[0-9]{1,9}", value) and 0 < float(value) < 1:
-        return LinkMethod("topk", float(value))
-    if name == "streaming" and re.fullmatch("0*[1-9][0-9]{0,8}(:0*[1-9][0-9]{0,8})?", value):
-        return _streaming(*map(int, value.split(":")))
-    raise PlanError(f"link is {shorten(repr(text))}; write {LINKS}, such as powersgd:2, topk:0.01 or local:50")
-
-
-def _streaming(num_steps: int, num_fragments: int | None = None) -> LinkMethod:
-    if num_fragments is not None and num_fragments > num_steps:
-        raise PlanError(
-            f"--link streaming:{num_steps}:{num_fragments} sends one fragment after a step, and has fewer steps than "
-            f"fragments; write streaming:{num_fragments}:{num_fragments} or streaming:{num_steps}"
-        )
-    return LinkMethod("streaming", num_steps, num_fragments or min(FRAGMENTS, num_steps))
 
 
 def parse_log(given: str | None, name: str = "--log") -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, TypedDict, get_args, overload
 import evenstep
 from evenstep.errors import MAX_CHARACTERS, BadInput, shorten
 from evenstep.plan import Plan
-from evenstep.schema import MALFORMED, Natural, Positive, Schema, in_words
+from evenstep.typed_values import MALFORMED, Natural, Positive, Schema, in_words
 
 FILE = "record.jsonl"
 STUDY_FILE = "study.jsonl"
@@ -439,16 +439,6 @@ class Tally:
         if self.steps > 1:
             return (self.samples - self.first_samples) / ((self.seconds - self.first_seconds) or 1.0)
         return self.samples / (self.seconds or 1.0) if self.steps else 0.0
-
-
-def find_metric(metric: str, names: Iterable[str]) -> str | None:
-    """The value that a metric names: of several validation sets, that of the first.
-
-    >>> find_metric("loss", ["loss", "auc"]), find_metric("loss", ["clean/loss", "noisy/loss"]), find_metric("f1", [])
-    ('loss', 'clean/loss', None)
-    """
-    names = list(names)
-    return metric if metric in names else next((name for name in names if name.endswith(f"/{metric}")), None)
 
 
 class RecordReader:

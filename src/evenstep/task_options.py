@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
 from evenstep.errors import MAX_CHARACTERS, TaskError, shorten
-from evenstep.schema import read_value
+from evenstep.typed_values import read_value
 
 
 def options_of(source: object) -> list[inspect.Parameter]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from evenstep.predict.calibration import calibrate
+from evenstep.predict.communication_cost import parse_link
 from evenstep.predict.forecast import Forecaster, Question
-from evenstep.predict.links import parse_link
 from evenstep.report.html.forecast_page import write_forecast_page
 from evenstep.report.html.page import page_of_runs, write_page
 from evenstep.report.prediction import FOLDER

@@ -165,6 +165,7 @@ def test_two_machines_learn_what_one_machine_with_two_devices_learns(tmp_path: P
 
 
 NORMED = """
+import os, time
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -178,11 +179,16 @@ def task() -> Task:
         model=lambda: nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 2)),
         train=(x, (x.sum(1) > 0).long()),
         valid=(x, (x.sum(1) > 0).long()),
-        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        loss=loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         batch=32,
         epochs=3,
     )
+
+
+def loss(model, batch):
+    time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+    return F.cross_entropy(model(batch[0]), batch[1])
 """
 
 
@@ -199,6 +205,44 @@ def test_virtual_replicas_have_the_same_bits_on_two_machines_and_on_one_device(t
         assert_ends(first, 0, 60)
         many, alone = (bits_of(first.folder / "runs" / name) for name in ("many", "alone"))
     assert many == alone
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_virtual_replicas_keep_their_bits_through_kills_on_two_machines_and_on_one(
+    tmp_path: Path, strategy: str
+) -> None:
+    """60 steps: 2 x 2 devices until a power cut, one device until it is killed, and 2 x 2 devices again."""
+    options = ["--virtual-replicas", "4", "--clip", "1", "--epochs", "15"]
+    on_four = [*options, "--strategy", strategy, "--devices", "cpu,cpu", "--checkpoint-every", "5"]
+    on_one = [*options, "--strategy", "single", "--devices", "cpu", "--checkpoint-every", "5"]
+    with machines(tmp_path, 2, is_shared=True) as (first, second):
+        (first.folder / "my_task.py").write_text(NORMED)
+        where = ["--machines", "2", "--rendezvous", f"{first.host.address}:{PORT}"]
+        for machine in (first, second):
+            machine.evenstep("train", "my_task.py", *where, "--name", "one", *on_four, STEP_SECONDS="0.03")
+        wait_until(lambda: first.has_taken(13, "one"), seconds=60)
+        for machine in (first, second):
+            machine.host.kill()
+        first.evenstep("train", "my_task.py", "--resume", "runs/one", "--name", "two", *on_one, STEP_SECONDS="0.03")
+        wait_until(lambda: first.has_taken(32, "two"), seconds=60)
+        first.host.kill()
+        for machine in (first, second):
+            machine.evenstep("train", "my_task.py", *where, "--resume", "runs/two", "--name", "three", *on_four)
+        assert_ends(first, 0, 100)
+        assert_ends(second, 0, 100)
+        first.evenstep("train", "my_task.py", "--name", "alone", *on_one)
+        assert_ends(first, 0, 60)
+        runs = [first.folder / "runs" / name for name in ("one", "two", "three", "alone")]
+        chain, alone = bits_of(runs[2]), bits_of(runs[3])
+        steps = [{row.step: row.loss for row in Record.read(run).steps} for run in runs]
+    # The last of the three has the losses and evaluations since its checkpoint.
+    losses, valid = chain.pop("losses"), chain.pop("valid")
+    assert 25 <= len(losses) < 47
+    assert (losses, valid) == (alone.pop("losses")[-len(losses) :], alone.pop("valid")[-len(valid) :])
+    assert chain == alone
+    for found in steps[:3]:
+        assert found.items() <= steps[3].items()
 
 
 def test_each_device_of_all_machines_has_its_share(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 import evenstep
-from evenstep.internals import fsdp_groups
+from evenstep.private_apis import fsdp_groups
 from evenstep.strategies.fsdp import FSDP
 from evenstep.tasks.networks import GPT
 FSDP.wraps_alone = sys.argv[2] == "fsdp"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep.internals import fsdp_groups
+from evenstep.private_apis import fsdp_groups
 
 seen: dict[str, str] = {}
 

@@ -13,8 +13,8 @@ from torch import nn
 import evenstep
 from evenstep.checkpoint.shards import own_rows, rows_like, with_rows
 from evenstep.errors import TrainingError
-from evenstep.internals import tensor_of_shards
 from evenstep.monitor.replica_check import ReplicaCheck
+from evenstep.private_apis import tensor_of_shards
 
 
 def difference(check: ReplicaCheck) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from evenstep.verify.task_causes import buffers, draws, hooks, loss
+from evenstep.verify.causes import buffers, draws, hooks, loss
 from evenstep.verify.verdict_table import DifferenceCause
 
 ROOT = Path(__file__).parents[2]

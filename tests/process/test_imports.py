@@ -20,7 +20,7 @@ from evenstep.tasks import digits
 def task():
     return replace(digits.task(), show=lambda model: " ".join(name for name in sys.modules if "evenstep." in name))
 """
-MOST = 110
+MOST = 118
 UNUSED = (
     "audit",
     "checkpoint.broadcast",
@@ -28,7 +28,7 @@ UNUSED = (
     "distributed.collective_check",
     "distributed.shm",
     "doctor",
-    "monitor.cuda_out_of_memory",
+    "monitor.out_of_memory",
     "monitor.replica_check",
     "monitor.stragglers",
     "predict",

@@ -92,7 +92,7 @@ def train(**choices: Any) -> library.Record:
 
 
 def test_the_controller_learns_of_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenstep.launcher.kubeflow.INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr("evenstep.launcher.kubeflow_progress.INTERVAL_SECONDS", 0.05)
     with controller(monkeypatch) as requests:
         record = train(progress=False)
     assert {(path, token) for path, token, _ in requests} == {(PATH, "Bearer a token of the kubelet's")}

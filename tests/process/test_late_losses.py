@@ -19,7 +19,7 @@ from evenstep.errors import NonFiniteLoss
 from evenstep.plan import Plan
 from evenstep.record import Step
 from evenstep.training.loop import train
-from evenstep.training.loss import LateLoss
+from evenstep.training.loss_weighting import LateLoss
 from evenstep.training.step import Recipe
 from evenstep.training.team import Launched, join_team
 from evenstep.training.trainer import Trainer

@@ -548,12 +548,12 @@ import json
 import sys
 from pathlib import Path
 
-from evenstep.distributed import preemption
+from evenstep.checkpoint import save_interval
 from evenstep.plan import Plan
 from evenstep.training.trainer import perform
 from tests.small_tasks import small_task
 
-preemption.SAVE_SECONDS = preemption.SAVE_INTERVAL_FACTOR = 0
+save_interval.SAVE_SECONDS = save_interval.SAVE_INTERVAL_FACTOR = 0
 for event in perform(Plan.from_json(json.loads(sys.argv[2])), small_task("mlp/adamw/mean"), Path(sys.argv[1])):
     pass
 """

@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
 def test_a_library_of_another_source_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if native.build(tmp_path) is None:
         pytest.skip("no C compiler here")
-    changed = tmp_path / "sums.c"
+    changed = tmp_path / "allreduce.c"
     changed.write_text(native.SOURCE.read_text() + "\n")
     monkeypatch.setattr(native, "SOURCE", changed)
     native.load.cache_clear()

@@ -83,7 +83,7 @@ from torch.nn import functional as F
 
 from evenstep.strategies import tensor_layers
 from evenstep.strategies.tensor import Tensor
-from evenstep.training import loss, optim
+from evenstep.training import loss_weighting, optim
 
 
 class Spoilt(Tensor):

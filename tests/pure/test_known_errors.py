@@ -9,7 +9,8 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.utils.data import DistributedSampler
 
 from evenstep.errors import TrainingError
-from evenstep.monitor.known_errors import Situation, answer, is_out_of_memory, is_victim, largest_that_fits, message_of
+from evenstep.monitor.known_errors import Situation, answer, is_out_of_memory, is_victim, message_of
+from evenstep.monitor.out_of_memory import largest_that_fits
 from tests.marks import first_is_quick
 
 NAMES = ["a.weight", "a.bias", "b.weight", "b.bias"]

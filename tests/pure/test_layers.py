@@ -21,12 +21,12 @@ from evenstep.strategy_facts import REFERENCE, STRATEGIES
 
 SOURCE = Path(evenstep.__file__).parent
 VALUES = {
-    *("errors", "schema", "strategy_facts", "mesh", "pipeline_schedule", "plan", "record"),
-    *("early_stopping", "task_options", "task"),
+    *("errors", "typed_values", "strategy_facts", "mesh", "pipeline_schedule", "pipeline_balance"),
+    *("best_metric", "link_method", "plan", "record", "early_stopping", "task_options", "task"),
 }
 ENGINE = {
     *VALUES,
-    "internals",
+    "private_apis",
     "sampling",
     "audit",
     "data",
@@ -38,26 +38,29 @@ ENGINE = {
 }
 MAY_IMPORT = {
     "errors": set(),
-    "schema": {"errors"},
+    "typed_values": {"errors"},
     "strategy_facts": set(),
-    "internals": set(),
-    "sampling": {"errors", "internals"},
+    "private_apis": set(),
+    "sampling": {"errors", "private_apis"},
     "mesh": {"errors", "strategy_facts"},
     "pipeline_schedule": set(),
-    "plan": {"errors", "schema", "strategy_facts", "mesh", "sampling"},
-    "record": {"errors", "schema", "plan"},
-    "early_stopping": {"errors", "schema", "plan", "record"},
-    "task_options": {"errors", "schema"},
-    "task": {"errors", "schema", "task_options", "sampling"},
+    "pipeline_balance": set(),
+    "best_metric": {"errors"},
+    "link_method": {"errors"},
+    "plan": {"errors", "typed_values", "strategy_facts", "mesh", "best_metric", "link_method", "sampling"},
+    "record": {"errors", "typed_values", "plan"},
+    "early_stopping": {"errors", "typed_values", "best_metric", "plan", "record"},
+    "task_options": {"errors", "typed_values"},
+    "task": {"errors", "typed_values", "task_options", "sampling"},
     "audit": {*VALUES, "sampling"},
-    "report": VALUES,
+    "report": {*VALUES, "sampling"},
     "tasks": {"errors", "task"},
-    "distributed": {*VALUES, "internals"},
-    "profiling": {*VALUES, "internals", "distributed"},
-    "data": {*VALUES, "internals", "sampling", "distributed"},
-    "checkpoint": {*VALUES, "internals", "sampling", "distributed"},
-    "strategies": {*VALUES, "internals", "distributed"},
-    "monitor": {*VALUES, "internals", "distributed", "data", "checkpoint", "strategies"},
+    "distributed": {*VALUES, "private_apis"},
+    "profiling": {*VALUES, "private_apis", "distributed"},
+    "data": {*VALUES, "private_apis", "sampling", "distributed"},
+    "checkpoint": {*VALUES, "private_apis", "sampling", "distributed"},
+    "strategies": {*VALUES, "private_apis", "distributed"},
+    "monitor": {*VALUES, "private_apis", "distributed", "data", "checkpoint", "strategies"},
     "trackers": {*VALUES, "report"},
     "training": {*ENGINE, "trackers"},
     "worker": {*ENGINE, "training"},
@@ -69,7 +72,7 @@ MAY_IMPORT = {
     "adopt": {*ENGINE, "training", "launcher"},
     "predict": {*VALUES, "report"},
     "clusters": {*VALUES, "distributed", "launcher"},
-    "doctor": {*VALUES, "internals", "distributed", "monitor", "report", "worker", "launcher", "predict"},
+    "doctor": {*VALUES, "private_apis", "distributed", "monitor", "report", "worker", "launcher", "predict"},
     "cli": {
         *VALUES,
         "audit",
@@ -86,11 +89,11 @@ MAY_IMPORT = {
         "tune",
         "fit",
     },
-    "__main__": {"cli", "errors", "internals", "launcher"},
+    "__main__": {"cli", "errors", "private_apis", "launcher"},
     # Names that are found when first asked for.
     "__init__": {*VALUES, "sampling", "data", "checkpoint", "training", "launcher", "adopt"},
 }
-TORCH_FREE = {*VALUES, "internals", "sampling", "audit", "report", "predict", "trackers", "cli", "__init__"}
+TORCH_FREE = {*VALUES, "private_apis", "sampling", "audit", "report", "predict", "trackers", "cli", "__init__"}
 FILES_WITHOUT_TORCH = {"checkpoint/files.py", "distributed/worker_process.py", "distributed/heartbeat.py"}
 
 
@@ -136,7 +139,7 @@ def imported_layers(file: Path) -> set[str]:
 
 
 NAMES_A_STRATEGY = {
-    "internals.py": "where torch keeps the private parts of fully_shard",
+    "private_apis.py": "where torch keeps the private parts of fully_shard",
     "cli/train.py": "examples of commands",
     "cli/evaluate.py": "examples of commands",
     "cli/verify.py": "examples of commands",
@@ -159,7 +162,7 @@ def strategies_named(file: Path) -> list[str]:
     others = "|".join(name for name in STRATEGIES if name not in words)
     named = rf"{'|'.join(words)}|.*--strateg(y|ies) ({'|'.join(words[1:])}).*|.*(?<![\w-])({others})(?![\w-]).*"
     return [text for text in source.texts if re.fullmatch(named, text, re.DOTALL)] + [
-        name for name in imports if re.match(r"evenstep\.strategies\.(?!base)", name)
+        name for name in imports if re.match(r"evenstep\.strategies\.(?!base|model_units)", name)
     ]
 
 

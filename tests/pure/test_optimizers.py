@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import evenstep
 from evenstep.errors import TaskError
 from evenstep.sampling.rng import is_same_state, rng_states
-from evenstep.training.optimizer_rehearsal import Rehearsal, refuse_closure
+from evenstep.training.optimizer_compatibility import Rehearsal, refuse_closure
 from evenstep.training.whole_matrix_update import rounds
 
 

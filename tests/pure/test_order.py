@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.sampling.batch_shares import share
-from evenstep.sampling.order import BLOCK, Lengths, Order, Span
-from evenstep.sampling.permutation import SORTED_UP_TO, permuted
+from evenstep.sampling.order import BLOCK, SORTED_UP_TO, Lengths, Order, Span, permuted
 from evenstep.sampling.rng import Draws, sample_uniforms, uniforms
 from evenstep.sampling.samplers import Sequential, Shuffled
 

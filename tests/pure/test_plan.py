@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from evenstep import plan, strategy_facts
 from evenstep.errors import PlanError
 from evenstep.plan import Plan, PrecisionName, check_name, parse_devices, read_plan
+from evenstep.report.terminal import batch_in_words
 from evenstep.sampling import batch_shares
 from evenstep.sampling.order import Lengths
 from evenstep.strategy_facts import STRATEGIES
@@ -62,7 +63,7 @@ def make(**values: Any) -> Plan:
     ],
 )
 def test_the_batch_is_cut_up_in_one_line(values: dict[str, Any], num_samples: int, line: str) -> None:
-    assert make(**values).arithmetic(Lengths(num_samples)) == line
+    assert batch_in_words(make(**values), Lengths(num_samples)) == line
 
 
 @pytest.mark.parametrize("module", [plan, batch_shares, strategy_facts, points, clients])
@@ -104,11 +105,13 @@ def test_steps_are_counted_over_epochs_of_unequal_length_from_anywhere(
 def test_a_stream_has_as_many_steps_as_it_has() -> None:
     assert Plan(batch=8, epochs=2).num_steps(Lengths(None)) is None
     assert Plan(batch=8, steps=5).num_steps(Lengths(None)) == 5
-    assert Plan(batch=8, epochs=2).arithmetic(Lengths(None)) == "global batch 8 = 1 device x 8; until the stream ends"
+    assert (
+        batch_in_words(Plan(batch=8, epochs=2), Lengths(None)) == "global batch 8 = 1 device x 8; until the stream ends"
+    )
 
 
 def test_a_growing_epoch_is_said() -> None:
-    line = Plan(batch=8, epochs=2).arithmetic(Lengths(20, (5, 10)))
+    line = batch_in_words(Plan(batch=8, epochs=2), Lengths(20, (5, 10)))
     assert line == "global batch 8 = 1 device x 8; 1, 2, then 3 steps per epoch (the last has 4 samples)"
 
 

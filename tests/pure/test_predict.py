@@ -14,9 +14,9 @@ import pytest
 from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.predict.calibration import calibrate
+from evenstep.predict.communication_cost import Cluster, Link, parse_link
 from evenstep.predict.forecast import ERRORS, Forecaster, Question, expectation
 from evenstep.predict.job import WholeJob
-from evenstep.predict.links import Cluster, Link, parse_link
 from evenstep.predict.own_records import replay_records
 from evenstep.predict.published import (
     INTERVAL,

@@ -18,16 +18,16 @@ from evenstep.errors import BadInput, TaskError
 from evenstep.pipeline_schedule import StageSeconds, bubble_share, play
 from evenstep.plan import Plan, ScheduleName
 from evenstep.predict.calibration import activations_link, calibrate
+from evenstep.predict.communication_cost import Cluster, Link, parse_link
 from evenstep.predict.forecast import Forecaster, Question
 from evenstep.predict.forecast_table import show_forecast
-from evenstep.predict.links import Cluster, Link, parse_link
 from evenstep.predict.model_division import Arrangement, BlockShare, DividedStep, ModelDivision, TensorShare
 from evenstep.predict.step_model import StepParts, Workload
 from evenstep.record import PARTS, Lane, Record, Step, Timeline
 from evenstep.strategies.pipeline_cut import find_cut
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Task
-from evenstep.verify.cause_tests import _from_message
+from evenstep.verify.causes import _from_message
 from evenstep.verify.recorder import Failure
 from tests.pure.test_predict import ten_steps
 

@@ -7,9 +7,10 @@ import signal
 
 import pytest
 
+from evenstep.checkpoint.save_interval import SaveInterval
 from evenstep.distributed.preemption import Requests
-from evenstep.training.loss import MeanLoss
-from evenstep.training.optim import WeightUpdate
+from evenstep.training.loss_weighting import MeanLoss
+from evenstep.training.optimizer_step import WeightUpdate
 from evenstep.training.step import AgreedLater, Done
 
 
@@ -29,15 +30,15 @@ def test_one_rank_that_is_signalled_stops_all_of_them() -> None:
 
 
 def test_a_save_by_the_clock_is_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenstep.distributed.preemption.SAVE_SECONDS", -1.0)
-    every = [Requests() for _ in range(300)]
+    monkeypatch.setattr("evenstep.checkpoint.save_interval.SAVE_SECONDS", -1.0)
+    every, interval = [Requests() for _ in range(300)], SaveInterval()
     for one in every:
-        one.save_periodically()
+        one.save_is_due = interval.is_due
     every[0].agree(total(*every))
     assert every[0].save
     assert not every[0].stop
-    monkeypatch.setattr("evenstep.distributed.preemption.SAVE_SECONDS", 30.0)
-    every[0].saved(0.1)
+    monkeypatch.setattr("evenstep.checkpoint.save_interval.SAVE_SECONDS", 30.0)
+    interval.saved(0.1)
     every[0].agree(every[0].encode())
     assert not every[0].save
 

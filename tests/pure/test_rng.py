@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evenstep.distributed.shm.native import load
-from evenstep.internals import has_python_words
+from evenstep.private_apis import has_python_words
 from evenstep.sampling.rng import (
     derive_seed,
     is_same_state,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from evenstep.distributed.heartbeat import BACKWARD, FORWARD, INPUT, SAVING
-from evenstep.distributed.spans import Listener, Spans, lane
+from evenstep.distributed.step_spans import Listener, Spans, lane
 from evenstep.profiling.step_parts import Timer
 from evenstep.training.team import Team, join
 

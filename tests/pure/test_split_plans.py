@@ -15,7 +15,8 @@ from evenstep.distributed.parameter_slices import ParameterSlice, cuts
 from evenstep.distributed.world import World
 from evenstep.errors import PlanError, TaskError
 from evenstep.mesh import arrange, take_sizes
-from evenstep.pipeline_schedule import balanced, bubble_share, chunks_of, most_held, order_of, simulated_bubble
+from evenstep.pipeline_balance import balanced
+from evenstep.pipeline_schedule import bubble_share, chunks_of, most_held, order_of, simulated_bubble
 from evenstep.plan import Plan, ScheduleName
 from evenstep.strategies.pipeline_cut import find_cut
 from evenstep.strategies.split_backward import SplitBackward

@@ -22,24 +22,9 @@ from evenstep.errors import PlanError, TrainingError
 from evenstep.plan import Plan
 from evenstep.record import FILE
 from evenstep.verify import recorder
-from evenstep.verify.cause_tests import Case, _config_not_repeated, by_rank, find_cause, problems_of
-from evenstep.verify.check import ConfigurationCheck, Depth, judged, settled
+from evenstep.verify.causes import Case, _config_not_repeated, by_rank, find_cause, gathered, loss, problems_of
 from evenstep.verify.configurations import configs_of, usual_on
-from evenstep.verify.differences import (
-    COARSE,
-    FINE,
-    NOT_COMPARED,
-    STEP,
-    Differ,
-    Difference,
-    PerturbedLimit,
-    RoundingLimit,
-    differs,
-    exact,
-    first_beyond,
-    parts_of,
-    saved_as_trained,
-)
+from evenstep.verify.differences import COARSE, FINE, STEP, Differ, Difference, differs, first_beyond, saved_as_trained
 from evenstep.verify.one_batch import SUBSETS, CutUp, Outcome, Rounding, Workbench, cut_up
 from evenstep.verify.recorder import (
     MOST_ELEMENTS,
@@ -53,10 +38,11 @@ from evenstep.verify.recorder import (
     perturbed,
     sampled,
 )
-from evenstep.verify.runs import Budget, OutOfTime, Runs
-from evenstep.verify.task_causes import gathered, loss
+from evenstep.verify.run_configurations import Budget, OutOfTime, Runs
 from evenstep.verify.task_experiments import plain
+from evenstep.verify.tolerance import NOT_COMPARED, PerturbedLimit, RoundingLimit, exact, parts_of
 from evenstep.verify.verdict_table import Configuration, PartVerdict, Verdict, lines, table
+from evenstep.verify.verify_strategies import ConfigurationCheck, Depth, judged, settled
 from tests.small_tasks import small_task
 
 VALUES = [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3.0, 3.5]), torch.tensor([0.5, 9.0, 2.0, 7.0])]

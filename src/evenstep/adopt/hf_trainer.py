@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from evenstep.adopt.adopted import AdoptedTask, FirstSteps, ModelCopies, alone, moved
 from evenstep.adopt.hf_metrics import TrainerMetrics, best_of, left_out
 from evenstep.errors import TaskError
-from evenstep.internals import num_items_in_batch
+from evenstep.private_apis import num_items_in_batch
 from evenstep.sampling.rng import fork_rng
 from evenstep.task import Amount, Task
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from evenstep.errors import BadInput
 from evenstep.record import Record, SamplingFacts
 from evenstep.sampling.order import Lengths
-from evenstep.schema import MALFORMED, Natural, Positive, Schema
+from evenstep.typed_values import MALFORMED, Natural, Positive, Schema
 
 FILE = "samples.jsonl"
 MAX_PROBLEMS = 100

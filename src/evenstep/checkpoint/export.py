@@ -16,8 +16,8 @@ from evenstep.checkpoint.sharded_safetensors import StoredTensor, TensorFile, st
 from evenstep.checkpoint.state_dict import load_weights
 from evenstep.errors import CheckpointError, TaskError, shorten
 from evenstep.plan import IN_THIS_PROCESS, Plan
-from evenstep.schema import check_choice
 from evenstep.task import Task, TaskFunction, call_task, find_task, moved_spec, refuse_untrusted
+from evenstep.typed_values import check_choice
 
 Format = Literal["safetensors", "torch", "hf"]
 FORMATS: tuple[str, ...] = get_args(Format)

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from evenstep.early_stopping import BestSoFar
 from evenstep.errors import CheckpointError, shorten
 from evenstep.record import Evaluation, Tally
-from evenstep.schema import Natural, Positive, Schema
+from evenstep.typed_values import Natural, Positive, Schema
 
 FORMAT = 1
 FOLDER = "checkpoints"

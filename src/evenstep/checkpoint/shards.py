@@ -67,7 +67,7 @@ def own_rows(tensor: Any) -> OwnRows | None:
 
 
 def _row_range(shape: torch.Size, placements: Sequence[Any], mesh: Any) -> RowRange:
-    from evenstep.internals import global_offset
+    from evenstep.private_apis import global_offset
 
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
     is_range = all(one.is_replicate() or (one.is_shard(0) and type(one).__name__ == "Shard") for one in placements)
@@ -100,7 +100,7 @@ def with_rows(values: torch.Tensor, target: DTensor, shape: torch.Size | None = 
     from torch.distributed.tensor import DTensor
 
     if is_offloaded(target):
-        from evenstep.internals import tensor_of_shards
+        from evenstep.private_apis import tensor_of_shards
 
         whole = torch.empty(shape or target.shape, device="meta")
         made: DTensor = tensor_of_shards(

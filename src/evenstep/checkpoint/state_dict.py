@@ -15,7 +15,7 @@ from evenstep.checkpoint.sharded_safetensors import Readable, SlicedTensor, Stor
 from evenstep.checkpoint.shards import is_sharded, own_rows, sharded_like, with_rows
 from evenstep.distributed.parameter_slices import PartOfParameter, slice_of, slices_of, whole_state
 from evenstep.errors import CheckpointError, shorten
-from evenstep.sampling.permutation import SORTED_UP_TO
+from evenstep.sampling.order import SORTED_UP_TO
 
 Tensors = dict[str, torch.Tensor]
 Shape = tuple[int, ...]

@@ -2,7 +2,7 @@
 
 # Each adds its commands to `app`, in the order of the help.
 from evenstep.cli import train, run, evaluate, verify, compare, report  # noqa: F401  isort:skip
-from evenstep.cli import inspect, doctor, adopt, predict, fit, tune, manifest  # noqa: F401  isort:skip
+from evenstep.cli import runs, audit, checkpoint, doctor, adopt, predict, fit, tune, manifest  # noqa: F401  isort:skip
 from evenstep.cli.app import app, main
 
 __all__ = ["app", "main"]

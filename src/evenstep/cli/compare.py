@@ -34,7 +34,7 @@ from evenstep.errors import BadInput
 from evenstep.strategy_facts import STRATEGIES, with_processes
 
 if TYPE_CHECKING:
-    from evenstep.compare.link_methods import LinkRequest
+    from evenstep.compare.compare_links import LinkRequest
     from evenstep.report.comparison import Comparison
 
 EXAMPLES = """
@@ -127,7 +127,7 @@ def compare(
     task, given = need_task(task, options, settings, "compare")
     choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads, "data": data}
     if links is not None:
-        from evenstep.compare.link_methods import LinkRequest
+        from evenstep.compare.compare_links import LinkRequest
 
         chosen = {**choices, "seed": seed, "name": name, "out": out, "options": given, "steps": steps}
         num = devices.rpartition(",")[2] if devices.replace(",", "").isdigit() else devices
@@ -174,7 +174,7 @@ def _page(comparison: Comparison, folder: Path) -> tuple[str | None, str]:
 
 
 def _compare_links(request: LinkRequest, quiet: bool, as_json: bool) -> None:
-    from evenstep.compare.link_methods import compare_links, link_lines
+    from evenstep.compare.compare_links import compare_links, link_lines
     from evenstep.report.terminal import print_table, table_of
 
     with progress(quiet=quiet) as log:

@@ -83,8 +83,8 @@ def fit(
     """Forecast the memory of a step by kind (weights, gradients ...), and find the largest and fastest micro-batch."""
     from evenstep.fit.fit_table import fit_to_json, show_fit
     from evenstep.fit.memory_model import parse_bytes
-    from evenstep.launcher.micro_batch import FitRequest
-    from evenstep.launcher.micro_batch import fit as find
+    from evenstep.launcher.fit_micro_batch import FitRequest
+    from evenstep.launcher.fit_micro_batch import fit as find
 
     task, given = need_task(task, options, settings, "fit")
     choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads, "data": data}

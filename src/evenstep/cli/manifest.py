@@ -14,10 +14,10 @@ import typer
 from evenstep.cli.app import app, print_notes
 from evenstep.cli.settings import choose_task
 from evenstep.errors import BadInput, TaskError, shorten
-from evenstep.schema import check_choice
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Task, TaskFunction, find_task, split_spec
 from evenstep.task_options import read_options
+from evenstep.typed_values import check_choice
 
 if TYPE_CHECKING:
     from evenstep.clusters.manifests import ClusterJob

@@ -211,9 +211,9 @@ def _update_comparison(folder: Path) -> None:
 
 
 def _question(*given: Any) -> Question:
+    from evenstep.predict.communication_cost import parse_link
     from evenstep.predict.forecast import GPUS, Question
-    from evenstep.predict.links import parse_link
-    from evenstep.schema import check_choice
+    from evenstep.typed_values import check_choice
 
     devices, machines, links, gpu, strategies, *rest = given
     counts, of_machines = _counts("--devices", devices), _counts("--machines", machines) if machines else []
@@ -251,7 +251,7 @@ def _dividing(question: Question, mesh: str | None, accumulate: int | None, sche
     from evenstep.mesh import has_axes, parse_mesh
     from evenstep.plan import ScheduleName
     from evenstep.predict.calibration import SHARDS_NOT_PREDICTED
-    from evenstep.schema import check_choice
+    from evenstep.typed_values import check_choice
 
     if schedule is not None:
         check_choice("schedule", schedule, get_args(ScheduleName), BadInput)
@@ -306,8 +306,8 @@ def _read(target: str) -> list[Record]:
 def _measure(
     task: str, options: list[str] | None, question: Question, choices: dict[str, Any], log: Any
 ) -> tuple[list[Record], Path]:
-    from evenstep.compare.baseline import measure_baseline
     from evenstep.compare.compare_strategies import CompareRequest
+    from evenstep.compare.measure_for_predict import measure_baseline
     from evenstep.task_options import parse_options
 
     given = {**choices, "options": parse_options(options or [])}

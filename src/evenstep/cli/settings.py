@@ -15,9 +15,9 @@ import typer
 from evenstep.cli.app import refuse_broken
 from evenstep.cli.completion import complete_settings
 from evenstep.errors import MAX_CHARACTERS, BadInput, PlanError, shorten
-from evenstep.schema import read_value
 from evenstep.task import refuse_untrusted
 from evenstep.task_options import parse_options
+from evenstep.typed_values import read_value
 
 OPTIONS = "options"
 """The table of the task's options."""

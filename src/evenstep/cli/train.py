@@ -290,9 +290,11 @@ def train(
     prepared, connection = prepare_run(task, choices)
     print_notes(prepared.notes)
     if not as_json and not quiet and connection.is_head:
+        from evenstep.report.terminal import batch_in_words
+
         errors = error_console()
         errors.print(prepared.plan.describe(), style="dim", markup=False)
-        errors.print(f"\n{prepared.plan.arithmetic(prepared.lengths)}", style="bold", markup=False)
+        errors.print(f"\n{batch_in_words(prepared.plan, prepared.lengths)}", style="bold", markup=False)
     record = watch(prepared, connection, "messages" if quiet else "all", is_command=True)
     if connection.is_head:
         _finish(record, as_json)

@@ -31,8 +31,8 @@ from evenstep.cli.app import (
 )
 from evenstep.cli.settings import SettingsOption, need_task
 from evenstep.errors import EvenstepError, PlanError
-from evenstep.schema import check
 from evenstep.strategy_facts import REFERENCE, STRATEGIES, usual_strategies
+from evenstep.typed_values import check
 
 if TYPE_CHECKING:
     from evenstep.launcher.prepare import Prepared

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +21,6 @@ from evenstep.sampling.batch_shares import Shares, enough_for_all, in_proportion
 from evenstep.sampling.order import Order, Span
 from evenstep.sampling.rng import Ids
 from evenstep.task import Batch as Data
-
-if TYPE_CHECKING:
-    pass
 
 
 class Place(NamedTuple):

@@ -18,7 +18,7 @@ from evenstep.data.augmentation import Augment, Collate, PerSample, SampleTransf
 from evenstep.data.batches import BatchSplit, HostBatch, HostMicroBatch, WorkerFailure, sendable
 from evenstep.data.consistency_check import BatchDigests, digest, replica_digests
 from evenstep.errors import TaskError
-from evenstep.internals import hide_worker_info
+from evenstep.private_apis import hide_worker_info
 from evenstep.sampling.order import Span
 from evenstep.sampling.rng import Ids, IsolatedRng, derive_seed
 from evenstep.task import describe

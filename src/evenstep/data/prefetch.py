@@ -27,7 +27,7 @@ from evenstep.distributed.devices import num_cores
 from evenstep.distributed.temporary_folders import make_socket_folder
 from evenstep.distributed.worker_process import die_with, set_process_name
 from evenstep.errors import TaskError, TrainingError
-from evenstep.internals import end_workers
+from evenstep.private_apis import end_workers
 from evenstep.sampling.order import Order, Span
 from evenstep.sampling.rng import Draws
 from evenstep.task import Batch as Data

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import Node as GraphNode
 
 from evenstep.errors import TaskError
-from evenstep.internals import foreach_add_, has_accumulation_hooks, version_of
+from evenstep.private_apis import foreach_add_, has_accumulation_hooks, version_of
 
 Gradients = list[torch.Tensor | None]
 """One for each weight; None where backward did not reach it."""
@@ -100,7 +100,7 @@ class Layout:
 
     @cached_property
     def numbers(self) -> list[int]:
-        """As sums.c reads it."""
+        """As allreduce.c reads it."""
         leaves = [number for leaf in self.leaves for number in leaf]
         pairs = [number for pair in self.additions for number in pair]
         return [self.most, len(leaves) // 2, *leaves, len(self.additions), *pairs]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
@@ -20,9 +19,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that a cluster sends to a job before it ends it."""
 _STOP = 4096.0
 """More than there are ranks, so that both requests fit into one summed number."""
-SAVE_SECONDS = 30.0
-SAVE_INTERVAL_FACTOR = 50
-"""A save is not repeated within this many times its duration."""
 
 
 def is_ignored(number: int) -> bool:
@@ -70,21 +66,12 @@ class Requests:
         """Whether it was Ctrl-C, not a cluster."""
         self.stop = False
         self.save = False
-        self._saves_periodically = False
-        self._next_save = 0.0
-
-    def save_periodically(self) -> None:
-        """Request a checkpoint every 30 s, the most that a crash costs. One rank's clock counts for all."""
-        self._saves_periodically = True
-        self._next_save = time.monotonic() + SAVE_SECONDS
-
-    def saved(self, seconds: float) -> None:
-        """Note that a checkpoint was written, and its duration."""
-        self._next_save = time.monotonic() + max(SAVE_SECONDS, SAVE_INTERVAL_FACTOR * seconds)
+        self.save_is_due: Callable[[], bool] | None = None
+        """Whether this process requests a checkpoint now."""
 
     def encode(self) -> float:
         """This process's requests as a number that can be summed over processes."""
-        wants_save = self._saves_periodically and time.monotonic() > self._next_save
+        wants_save = self.save_is_due is not None and self.save_is_due()
         return _STOP * self.stop_requested + wants_save
 
     def agree(self, total: float) -> None:

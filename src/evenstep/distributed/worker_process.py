@@ -26,8 +26,8 @@ from typing import IO, Annotated, TextIO
 from msgspec import Meta
 
 from evenstep.errors import BadInput
-from evenstep.internals import become_main_process, close_multiprocessing, forget_exit_handlers, run_exit_handlers
-from evenstep.schema import Natural, Positive, read_variables
+from evenstep.private_apis import become_main_process, close_multiprocessing, forget_exit_handlers, run_exit_handlers
+from evenstep.typed_values import Natural, Positive, read_variables
 
 STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (8 if hasattr(signal, "SIGRTMIN") else 0)
 """A real-time signal that other programs hardly use."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.distributed.heartbeat import JOINING, Heartbeat, open_heartbeat
-from evenstep.distributed.spans import Spans
+from evenstep.distributed.step_spans import Spans
 from evenstep.distributed.worker_process import check_master, read_rank, worker_spec
 from evenstep.errors import PlanError
 

@@ -19,7 +19,7 @@ from evenstep.distributed.worker_process import read_rank
 from evenstep.distributed.world import World, backend_for, join_world
 from evenstep.doctor.remedies import TimeBudget, Trial, is_sound, remedies, search, with_interface
 from evenstep.doctor.sandbox import Ended, Job, Settings, try_out, try_together
-from evenstep.internals import PrefixStore, TCPStore
+from evenstep.private_apis import PrefixStore, TCPStore
 
 SMALL_BYTES = 2**12
 LARGE_BYTES = (2**18, 2**22, 2**26)

@@ -39,7 +39,6 @@ from evenstep.doctor.remedies import (
 )
 from evenstep.doctor.sandbox import Ended, Job, Settings, try_out
 from evenstep.errors import TrainingError
-from evenstep.internals import Store, TCPStore
 from evenstep.launcher.rendezvous.auth import FORGED, MessageSigner
 from evenstep.launcher.rendezvous.elastic import C10dRendezvous, HeadLost
 from evenstep.launcher.rendezvous.rank_assignment import RankAssignment
@@ -47,7 +46,8 @@ from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.launcher.variables import TOKEN
 from evenstep.monitor.stragglers import SLOW
 from evenstep.plan import parse_address, parse_machines
-from evenstep.schema import Natural
+from evenstep.private_apis import Store, TCPStore
+from evenstep.typed_values import Natural
 
 T = TypeVar("T")
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]

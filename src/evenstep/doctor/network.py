@@ -12,8 +12,8 @@ from statistics import median
 import psutil
 
 from evenstep.doctor import Finding
-from evenstep.internals import TCPStore
 from evenstep.launcher.rendezvous.addresses import LOOPBACK, open_store
+from evenstep.private_apis import TCPStore
 
 CHUNK_BYTES = 2**20
 NUM_CHUNKS = 64

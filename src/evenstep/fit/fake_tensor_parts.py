@@ -14,8 +14,8 @@ from evenstep.data.nested import map_tensors
 from evenstep.distributed.world import World
 from evenstep.fit.fake_tensor_pass import ShapeStep, memory_of, read_samples
 from evenstep.fit.memory_model import Division, StepMemory
-from evenstep.internals import FakeTensorMode
 from evenstep.plan import Plan
+from evenstep.private_apis import FakeTensorMode
 from evenstep.strategies.base import DividesModel, RankStages, evaluating, load_strategy
 from evenstep.task import Task
 

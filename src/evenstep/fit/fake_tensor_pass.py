@@ -29,16 +29,17 @@ from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import EvenstepError
 from evenstep.fit.device_memory import MemoryMeter, available_bytes, only, warm_up, workspace_bytes
 from evenstep.fit.memory_model import ACCUMULATED, COUNTED, EVALUATION, STEP, UPDATE, Division, Moment, StepMemory
-from evenstep.internals import BatchNorm, FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 from evenstep.monitor.known_errors import is_out_of_memory
 from evenstep.plan import Plan
+from evenstep.private_apis import BatchNorm, FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 from evenstep.sampling.rng import Draws, Ids
-from evenstep.strategies.base import copied, evaluating, units
+from evenstep.strategies.base import copied, evaluating
+from evenstep.strategies.model_units import units
 from evenstep.task import Task
 from evenstep.training.activation_checkpointing import checkpoint_activations
 from evenstep.training.evaluation import Evaluator
 from evenstep.training.fused_optimizer import fuse
-from evenstep.training.optim import make_optimizer
+from evenstep.training.optimizer_step import make_optimizer
 from evenstep.training.precision import Precision
 from evenstep.training.trainer import set_up_torch
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from evenstep.distributed.temporary_folders import make_socket_folder
 from evenstep.distributed.worker_process import signal_name
 from evenstep.errors import WorkerFailed
-from evenstep.internals import fork_server_pid, has_resource_tracker
 from evenstep.launcher.variables import (
     changed_variables,
     launcher_variables,
@@ -25,6 +24,7 @@ from evenstep.launcher.variables import (
     threads_for_script,
     token_hidden,
 )
+from evenstep.private_apis import fork_server_pid, has_resource_tracker
 from evenstep.strategy_facts import STRATEGIES
 
 DYING_SECONDS = 1.0

@@ -82,7 +82,7 @@ def prepare_run(source: Source, choices: Mapping[str, Any]) -> tuple[Prepared, R
     if chosen.get("machines") is None:
         prepared = begun() or prepare(source, chosen)
         if prepared.plan.micro is not None:
-            from evenstep.launcher.micro_batch import with_micro_batch
+            from evenstep.launcher.fit_micro_batch import with_micro_batch
 
             prepared = with_micro_batch(prepared)
         return prepared, LocalRendezvous()
@@ -224,7 +224,7 @@ def watch(prepared: Prepared, rendezvous: Rendezvous, shows: Shows = "all", is_c
         try:
             events = _run(prepared, rendezvous, is_command)
             if is_head and launcher_variables().KUBEFLOW_TRAINER_SERVER_URL:
-                from evenstep.launcher.kubeflow import with_progress
+                from evenstep.launcher.kubeflow_progress import with_progress
 
                 events = with_progress(events, prepared.num_steps)
             if prepared.plan.profile is not None and is_head:

@@ -19,8 +19,8 @@ from evenstep.record import TRACE_INDEX, TRACES
 from evenstep.report import trace
 from evenstep.report.terminal import pass_on, without_control
 from evenstep.report.trace import RankNumbers, RankTrace, merge
-from evenstep.schema import Natural, Schema
 from evenstep.training.trainer import Event
+from evenstep.typed_values import Natural, Schema
 
 HELD_SECONDS = 0.25
 """How long a warning is held back, to be merged with the same one from other ranks."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from evenstep.best_metric import find_metric, metric_of, parse_best
 from evenstep.checkpoint import files
 from evenstep.checkpoint.state_dict import check_same_order, check_weights, refuse_difference
 from evenstep.data.adapt import AdaptedData
@@ -27,18 +28,18 @@ from evenstep.data.prefetch import NOT_RESIDENT, can_be_resident
 from evenstep.distributed.world import World
 from evenstep.early_stopping import BestSoFar
 from evenstep.errors import MAX_CHARACTERS, EvenstepError, PlanError, TaskError, shorten
-from evenstep.plan import Plan, metric_of, parse_best
-from evenstep.record import find_metric
+from evenstep.plan import Plan
 from evenstep.sampling.order import Lengths, Order, lengths_of, order_name
 from evenstep.sampling.rng import Draws, Ids
 from evenstep.strategies.base import SMALL_ENOUGH, copied, evaluating
 from evenstep.strategy_facts import STRATEGIES, sharding
 from evenstep.task import Task, describe, has_several
 from evenstep.training.evaluation import Evaluator, named, prefixed
-from evenstep.training.loss import LossTotal, as_sum
+from evenstep.training.loss_amount import as_sum
+from evenstep.training.loss_weighting import LossTotal
 from evenstep.training.lr_scheduler import check_scheduler, make_scheduler
-from evenstep.training.optim import make_optimizer
-from evenstep.training.optimizer_rehearsal import refuse_closure
+from evenstep.training.optimizer_compatibility import refuse_closure
+from evenstep.training.optimizer_step import make_optimizer
 from evenstep.training.precision import Precision
 from evenstep.training.sync_batchnorm import is_local
 from evenstep.training.team import refuse_lazy

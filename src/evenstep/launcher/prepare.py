@@ -38,7 +38,6 @@ from evenstep.report.terminal import without_control
 from evenstep.sampling.batch_shares import enough_for_all
 from evenstep.sampling.order import Lengths, Order, lengths_of
 from evenstep.sampling.rng import seed_everything
-from evenstep.schema import check
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES
 from evenstep.task import (
     BUILT_IN,
@@ -56,6 +55,7 @@ from evenstep.task import (
     split_spec,
 )
 from evenstep.task_options import options_of, read_options
+from evenstep.typed_values import check
 
 DEFAULT_BATCH = 64
 MOST_CHARACTERS = 95

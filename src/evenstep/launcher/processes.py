@@ -22,9 +22,9 @@ from evenstep.distributed.temporary_folders import make_socket_folder
 from evenstep.distributed.worker_process import WorkerSpec
 from evenstep.distributed.world import leave_group_of_one
 from evenstep.errors import Preempted
-from evenstep.internals import elastic_processes
 from evenstep.launcher.fork_server import DYING_SECONDS, ensure_resource_tracker, forking, server_exit_code
 from evenstep.launcher.variables import changed_variables, token_hidden, with_variables
+from evenstep.private_apis import elastic_processes
 from evenstep.worker import main as worker_main
 
 POLL_SECONDS = 0.02

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from evenstep.schema import Natural, Positive, read_variables
+from evenstep.typed_values import Natural, Positive, read_variables
 
 TOKEN = "EVENSTEP_TOKEN"
 TOKEN_FILE = "EVENSTEP_TOKEN_FILE"

@@ -5,7 +5,6 @@ What is known about an error, written on the error itself: where it happened, an
 
 from __future__ import annotations
 
-import gc
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,10 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
-import torch
 
 from evenstep.errors import EvenstepError, RankLost, shorten
-from evenstep.strategy_facts import sharding, with_processes
+from evenstep.strategy_facts import with_processes
 from evenstep.task import NO_GROUP
 
 Match = re.Match[str]
@@ -65,35 +63,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the machine had no memory left."""
     found = _find(error)
     return found is not None and found[0].answer in (_device_memory, _host_memory)
-
-
-def largest_that_fits(try_micro: Callable[[int], None], micro: int) -> int | None:
-    """The first of micro//2, micro//4 ... 1 samples at once with which `try_micro` has enough memory; None if none.
-
-    Call it outside the `except` block of the failure: a traceback keeps the tensors of its frames alive.
-    """
-    while micro > 1:
-        micro //= 2
-        _empty_caches()
-        if _has_room(try_micro, micro):
-            return micro
-    return None
-
-
-def _has_room(try_micro: Callable[[int], None], micro: int) -> bool:
-    try:
-        try_micro(micro)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    return True
-
-
-def _empty_caches() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def message_of(error: BaseException) -> str:
@@ -180,35 +149,20 @@ def _device_memory(found: Match, _: Sequence[str], situation: Situation) -> str:
     where = f"GPU {found['gpu']}" if found["gpu"] else "the device"
     asked = f": {found['asked']} more were needed" if found["asked"] else ""
     room = f", {found['free']} of {found['total']} are free" if found["free"] else ""
-    return f"out of memory on {where}{asked}{room}.\n{_smaller(situation)}{_see(situation)}"
+    return f"out of memory on {where}{asked}{room}.\n{_fewer_samples(situation)}"
 
 
-def _see(situation: Situation) -> str:
+def _fewer_samples(situation: Situation) -> str:
+    # Most runs do not run out of memory, and do without this file.
+    from evenstep.monitor.out_of_memory import fewer_samples
+
+    return fewer_samples(situation) + _fit_command(situation)
+
+
+def _fit_command(situation: Situation) -> str:
     if not situation.command:
         return ""
     return f"\n{situation.command} shows what fits, and train --micro auto chooses it before the start"
-
-
-def _smaller(situation: Situation) -> str:
-    if situation.fits and situation.share:
-        now = -(-situation.share // situation.accumulate)
-        needed = -(-situation.share // situation.fits)
-        same = "the result stays the same" + (
-            ", but for BatchNorm, which sees fewer samples at once" if situation.has_batchnorm else ""
-        )
-        return (
-            f"It fits with --accumulate {needed} ({-(-situation.share // needed)} samples at once instead of {now}; "
-            f"tried): {same}"
-        )
-    if situation.was_tried:
-        return (
-            f"Not even one sample at once fits (tried): try --precision bf16, --strategy {sharding()} over more "
-            "devices, or --checkpoint-activations"
-        )
-    return (
-        f"Try --accumulate {2 * situation.accumulate}: half as many samples at once, and the same result. Or "
-        f"--precision bf16, or --strategy {sharding()}"
-    )
 
 
 def _host_memory(found: Match, _: Sequence[str], situation: Situation) -> str:
@@ -217,7 +171,7 @@ def _host_memory(found: Match, _: Sequence[str], situation: Situation) -> str:
     return (
         f"out of memory on this machine{f': {asked} were requested' if asked else ''}; {free} are free now.\n"
         "Fewer --workers, a larger --accumulate (fewer samples at once), or data that is read as it is needed"
-        f"{_see(situation)}"
+        f"{_fit_command(situation)}"
     )
 
 

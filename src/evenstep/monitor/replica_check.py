@@ -21,7 +21,7 @@ from evenstep.checkpoint.shards import is_sharded
 from evenstep.distributed.parameter_slices import slice_of
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
-from evenstep.internals import NormBase
+from evenstep.private_apis import NormBase
 
 Sums = dict[str, int]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

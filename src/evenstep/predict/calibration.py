@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from evenstep.errors import BadInput, shorten
 from evenstep.pipeline_schedule import bubble_share, chunks_of
-from evenstep.predict.links import Link
+from evenstep.predict.communication_cost import Link
 from evenstep.predict.model_division import Arrangement, ModelDivision, TensorShare
 from evenstep.predict.step_model import BACKWARD, CPU_JITTER, JITTER, Workload, buckets_of
 from evenstep.record import FILE, PARTS, Lane, Measurement, Record, Timeline

@@ -22,8 +22,7 @@ from evenstep.predict.calibration import (
     activations_link,
     calibrate,
 )
-from evenstep.predict.job import WholeJob
-from evenstep.predict.links import (
+from evenstep.predict.communication_cost import (
     CORES,
     GPUS_OF_A_MACHINE,
     MEMORY,
@@ -34,6 +33,7 @@ from evenstep.predict.links import (
     handling_seconds,
     nvlink,
 )
+from evenstep.predict.job import WholeJob
 from evenstep.predict.model_division import Arrangement, DividedStep, ModelDivision
 from evenstep.predict.published import interval_of
 from evenstep.predict.step_model import (

@@ -12,11 +12,12 @@ from pathlib import Path
 from statistics import fmean
 
 from evenstep.mesh import arrange
-from evenstep.pipeline_schedule import RankTime, StageSeconds, balanced, block_costs, chunks_of, play
-from evenstep.predict.links import Cluster, Link
+from evenstep.pipeline_balance import balanced, block_costs
+from evenstep.pipeline_schedule import RankTime, StageSeconds, chunks_of, play
+from evenstep.predict.communication_cost import Cluster, Link
 from evenstep.predict.step_model import StepParts, Workload, cores_shared, stragglers_seconds, with_ceiling
-from evenstep.schema import Schema
 from evenstep.strategy_facts import StrategyFacts
+from evenstep.typed_values import Schema
 
 FILE = "division.json"
 

@@ -15,7 +15,7 @@ from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean, median, quantiles
 
-from evenstep.predict.links import (
+from evenstep.predict.communication_cost import (
     CORES,
     GPUS_OF_A_MACHINE,
     SHARE_OF_NOMINAL,
@@ -26,8 +26,8 @@ from evenstep.predict.links import (
     nvlink,
 )
 from evenstep.predict.step_model import DEVIATION, JITTER, Workload, step_parts, stragglers_seconds
-from evenstep.schema import Positive, Schema
 from evenstep.strategy_facts import DEFAULT, STRATEGIES, StrategyFacts
+from evenstep.typed_values import Positive, Schema
 
 FILE = Path(__file__).with_name("published.json")
 RISES = 0.1

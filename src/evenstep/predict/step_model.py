@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from statistics import NormalDist
 
-from evenstep.predict.links import Cluster
+from evenstep.predict.communication_cost import Cluster
 from evenstep.strategy_facts import StrategyFacts
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20

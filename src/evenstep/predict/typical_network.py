@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from evenstep.predict.links import CORES, Cluster, Link
+from evenstep.predict.communication_cost import CORES, Cluster, Link
 from evenstep.predict.published import interval_of
 from evenstep.predict.step_model import CPU_JITTER, DEVIATION, JITTER, StepParts, Workload, limit_of, step_parts
 from evenstep.report.comparison import Range

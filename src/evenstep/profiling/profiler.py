@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from evenstep.distributed.heartbeat import PHASES, SAVING, Heartbeat
-from evenstep.distributed.spans import Listener
+from evenstep.distributed.step_spans import Listener
 from evenstep.distributed.world import World
-from evenstep.internals import profile_all_threads
+from evenstep.private_apis import profile_all_threads
 from evenstep.profiling.step_parts import COMMUNICATION, Timer, usual_parts
 from evenstep.record import SPAN_PREFIX, TRACE_INDEX, TRACES
 

@@ -14,7 +14,7 @@ from statistics import fmean
 
 import torch
 
-from evenstep.distributed.spans import HOST, Listener, lane
+from evenstep.distributed.step_spans import HOST, Listener, lane
 from evenstep.record import PARTS, Lane, Timeline
 
 COMMUNICATION = "communication"

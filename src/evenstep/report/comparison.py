@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from evenstep.schema import Natural, Positive, Schema
+from evenstep.typed_values import Natural, Positive, Schema
 
 FILE = "comparison.json"
 Parity = Literal["reference", "same", "differs", "unknown"]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from evenstep.report.comparison import Range
-from evenstep.schema import Positive, Schema
+from evenstep.typed_values import Positive, Schema
 
 FOLDER, FILE = "prediction", "prediction.json"
 """Below a run or a comparison."""

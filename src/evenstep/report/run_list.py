@@ -12,8 +12,9 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
+from evenstep.best_metric import parse_best
 from evenstep.errors import EvenstepError
-from evenstep.plan import CUSTOM_LOOP, Plan, parse_best, read_plan
+from evenstep.plan import CUSTOM_LOOP, Plan, read_plan
 from evenstep.record import FILE, STUDY_FILE, TRIALS, Evaluation, RunEnd, Start, Step, Summary, ends_of, is_written
 from evenstep.report import comparison
 from evenstep.report.terminal import number, plain

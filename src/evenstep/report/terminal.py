@@ -16,8 +16,11 @@ from rich.progress import Progress as Bar
 from rich.table import Column, Table
 from rich.text import Text
 
+from evenstep.plan import Plan, parse_machines
 from evenstep.record import EpochEnd, Evaluation, Row, Step, Summary, parts_shown
 from evenstep.report.comparison import Comparison, Range
+from evenstep.sampling.batch_shares import in_proportion, share
+from evenstep.sampling.order import Lengths
 from evenstep.strategy_facts import STRATEGIES
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -348,3 +351,46 @@ def show_suggestions(found: list[Any], command: str, console: Console) -> None:
     fastest = f"Nothing was changed. The fastest of these: {command} {best.flag}"
     console.print(fastest, style="bold", markup=False, soft_wrap=True)
     console.print("It changes the arithmetic: check that the model trains as well.", style="dim", soft_wrap=True)
+
+
+def batch_in_words(plan: Plan, lengths: Lengths) -> str:
+    """The global batch, cut up, in one line.
+
+    >>> plan = Plan(task="digits", batch=512, strategy="ddp", devices=("cpu",) * 4, accumulate=2, epochs=1)
+    >>> batch_in_words(plan, Lengths(60_000))
+    'global batch 512 = 4 devices x 64 x 2 micro-batches; 118 steps per epoch (the last has 96 samples)'
+    """
+    machines = parse_machines(plan.machines) if plan.machines is not None else (1, 1)
+    if machines[0] != machines[1]:
+        each = f"{len(plan.devices)} device{'s' * (len(plan.devices) > 1)} each"
+        return (
+            f"global batch {plan.batch} over {machines[0]} to {machines[1]} machines, {each}; "
+            f"{_epochs_in_words(plan, lengths)}"
+        )
+    micro_sizes = {
+        len(share(len(own), part, plan.accumulate))
+        for own in in_proportion(plan.batch, plan.proportions)
+        for part in range(plan.accumulate)
+    }
+    sizes = "-".join(str(size) for size in sorted(micro_sizes))
+    parts = f" x {plan.accumulate} micro-batches" if plan.accumulate > 1 else ""
+    devices = "1 device" if len(plan.devices) == 1 else f"{len(plan.devices)} devices"
+    devices = f"{machines[0]} machines x {devices}" if machines[0] > 1 else devices
+    if plan.num_replicas < plan.most_devices:
+        num, num_each = plan.num_replicas, plan.most_devices // plan.num_replicas
+        devices = f"{num} replica{'s' * (num > 1)} of {num_each} devices"
+    shares = f" (shares {plan.shares})" if plan.shares is not None else ""
+    if plan.virtual_replicas is not None:
+        parts = f"{parts} on {devices}"
+        devices = f"{plan.virtual_replicas} virtual replica{'s' * (plan.virtual_replicas > 1)}"
+    return f"global batch {plan.batch} = {devices} x {sizes}{parts}{shares}; {_epochs_in_words(plan, lengths)}"
+
+
+def _epochs_in_words(plan: Plan, lengths: Lengths) -> str:
+    if lengths.rest is None:
+        return "until the stream ends"
+    steps = plan.steps_an_epoch(lengths.rest)
+    growing = "".join(f"{plan.steps_an_epoch(length)}, " for length in lengths.first)
+    last = lengths.rest % plan.batch
+    short = f" (the last has {last} samples)" if last and steps > 1 else ""
+    return f"{growing}{'then ' if growing else ''}{steps} step{'s' * (steps != 1)} per epoch{short}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.internals import NORMAL_BYTES, memory_at, numpy_normal, python_state, seed_python, set_python_state
+from evenstep.private_apis import NORMAL_BYTES, memory_at, numpy_normal, python_state, seed_python, set_python_state
 
 if TYPE_CHECKING:
     import torch

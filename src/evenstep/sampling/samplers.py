@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenstep.errors import PlanError, TaskError
-from evenstep.sampling.order import Lengths, Order, Span
-from evenstep.sampling.permutation import permuted
+from evenstep.sampling.order import Lengths, Order, Span, permuted
 from evenstep.sampling.rng import Ids, derive_seed, fork_rng, seed_host, uniforms
 
 _IF_INTENDED = "if that is intended, use sampler=samplers.Custom(sampler, repeats=True)"

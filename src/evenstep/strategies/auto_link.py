@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evenstep.distributed.world import World
-from evenstep.plan import LinkMethod, parse_link
+from evenstep.link_method import LinkMethod, parse_link
 from evenstep.strategies.compression import sent_share
 from evenstep.strategies.ddp import BETWEEN_MACHINES_MB, DDPModel, Sending
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from evenstep.distributed.world import World
-from evenstep.internals import (
+from evenstep.private_apis import (
     autograd_engine,
     has_step_hooks,
     hooks_after_steps,
@@ -426,32 +425,6 @@ def _are_apart(where: Sequence[int], sizes: Sequence[int]) -> bool:
                 return False
             end = start + num_bytes
     return True
-
-
-def units(model: nn.Module) -> list[nn.Module]:
-    """The parts that are gathered one at a time: the outermost children of ModuleList and Sequential.
-
-    A parameter shared between two parts stays with the root: as part of one unit it would be missing in the other.
-    """
-    shared = _shared_parameters(model)
-    return [unit for unit in _candidates(model) if not any(id(weight) in shared for weight in unit.parameters())]
-
-
-def _candidates(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if _is_container(module) and not _is_container(child) and next(child.parameters(), None) is not None:
-            yield child
-        else:
-            yield from _candidates(child)
-
-
-def _is_container(module: nn.Module) -> bool:
-    return type(module) in (nn.ModuleList, nn.Sequential)
-
-
-def _shared_parameters(model: nn.Module) -> set[int]:
-    uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    return {key for key, count in uses.items() if count > 1}
 
 
 def fills_memory(weight: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.distributed.machines import Exchange, Message
-from evenstep.plan import LinkMethod
+from evenstep.link_method import LinkMethod
 
 Tensors = dict[str, torch.Tensor]
 ERROR, BASIS = "error", "basis"

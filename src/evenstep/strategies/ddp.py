@@ -24,14 +24,14 @@ from evenstep.distributed.shm.allreduce import DTYPES, open_channel
 from evenstep.distributed.shm.native import load
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
-from evenstep.internals import (
+from evenstep.link_method import LinkMethod, parse_link
+from evenstep.private_apis import (
     broadcast_coalesced,
     is_traceable_wrapper_subclass,
     refuse_different_shapes,
     take_over,
     unreduced,
 )
-from evenstep.plan import LinkMethod, parse_link
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, Sample, fills_memory, has_sparse_gradients
 from evenstep.strategies.single import Single
 from evenstep.strategies.unused_parameters import UnusedNote, UnusedParameters, negative_zeros
@@ -177,7 +177,7 @@ class DDP(Single):
             # DDP refuses a model with nothing to train; such a one is used beside another that trains.
             return RankModel(model, [LossModule(model)])
         if world.num_virtual is not None:
-            from evenstep.strategies.ddp_tree import SummedModel
+            from evenstep.strategies.ddp_virtual_replicas import SummedModel
 
             return SummedModel(model, world)
         return _linked(model, world, world.communication.link)

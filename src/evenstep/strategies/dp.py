@@ -23,9 +23,9 @@ from torch import nn
 
 from evenstep.distributed.autograd_gather import MeetingLeft
 from evenstep.distributed.devices import return_to_default_stream
-from evenstep.distributed.spans import drive_replica
+from evenstep.distributed.step_spans import drive_replica
 from evenstep.distributed.world import World
-from evenstep.internals import (
+from evenstep.private_apis import (
     flatten_dense_tensors,
     foreach_add_,
     foreach_copy_,

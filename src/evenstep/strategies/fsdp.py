@@ -6,7 +6,7 @@ copies after they are scattered (HSDP).
 `units_apart` chooses the parts of a model that are gathered separately: those whose parameters nothing else uses.
 
 `Agreement` checks before each collective that all ranks run the same layers and get the same gradients. A layer or a
-head that some ranks do not use makes their collectives differ (see `distributed.collectives`). torch has no hook for
+head that some ranks do not use makes their collectives differ. torch has no hook for
 this: it wraps `FSDPParamGroup.post_backward`, which is private, as torch 2.11 and 2.13 have it. Between machines each
 comparison is a round trip, so only the first forwards are compared, and then one of many, each with its backward. Ranks
 that begin to differ in between end as torch ends them: in its error, or at a timeout.
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from evenstep.distributed.collective_check import Ledger, open_ledger
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import (
+from evenstep.private_apis import (
     DefaultAllGather,
     DefaultReduceScatter,
     fsdp_groups,
@@ -51,11 +51,11 @@ from evenstep.strategies.base import (
     has_sparse_gradients,
     same_numbers,
     separate,
-    units,
 )
 from evenstep.strategies.ddp import send_buffers, send_from_rank_0
 from evenstep.strategies.fsdp_precision import policy
 from evenstep.strategies.fsdp_scalars import shard
+from evenstep.strategies.model_units import units
 from evenstep.strategies.single import Single
 from evenstep.strategies.unused_parameters import UnusedParameters, negative_zeros
 
@@ -384,7 +384,7 @@ class FSDP(Single):
             for _, unit, _ in fsdp_groups(bound):
                 unit.set_all_reduce_hook(AverageOfCopies(world, copies.get_group()))
         if world.num_virtual is not None:
-            from evenstep.strategies.fsdp_tree import TreeShardedModel
+            from evenstep.strategies.fsdp_virtual_replicas import TreeShardedModel
 
             return TreeShardedModel(model, bound, world, unreached)
         return ShardedModel(model, bound, world, unreached)

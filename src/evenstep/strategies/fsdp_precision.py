@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from evenstep.internals import NormBase
+from evenstep.private_apis import NormBase
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 AUTOCAST_KINDS = (nn.Linear, *CONVOLUTIONS, nn.Embedding)

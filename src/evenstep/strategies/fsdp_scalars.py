@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenstep.internals import fsdp_groups, replicate_scalar
+from evenstep.private_apis import fsdp_groups, replicate_scalar
 
 
 def shard(unit: nn.Module, **options: Any) -> None:

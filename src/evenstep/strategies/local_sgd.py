@@ -22,7 +22,7 @@ from torch import nn
 from evenstep.distributed.machines import MachineSum, Message
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.plan import LinkMethod
+from evenstep.link_method import LinkMethod
 from evenstep.strategies.base import NOTHING, LossModule
 from evenstep.strategies.ddp import RankModel, can_average, send_buffers, send_from_rank_0, trained
 

@@ -22,8 +22,8 @@ from evenstep.distributed.devices import leave_default_stream
 from evenstep.distributed.parameter_slices import OnStage, place, place_buffer
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import broadcast_coalesced, call_hooks, tree_leaves
 from evenstep.pipeline_schedule import chunks_of, order_of
+from evenstep.private_apis import broadcast_coalesced, call_hooks, tree_leaves
 from evenstep.strategies.base import NOTHING, DistributedModel, LossModule, RankStages, Sample, copied, go_back
 from evenstep.strategies.ddp import SEND_BYTES, Averaging, send_from_rank_0, trained
 from evenstep.strategies.pipeline_cut import StageCut, find_cut

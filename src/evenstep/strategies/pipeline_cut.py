@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import tree_leaves
-from evenstep.pipeline_schedule import balanced, block_costs, chunks_of
+from evenstep.pipeline_balance import balanced, block_costs
+from evenstep.pipeline_schedule import chunks_of
+from evenstep.private_apis import tree_leaves
 from evenstep.strategies.base import Sample, copied
 
 TIMED = 3

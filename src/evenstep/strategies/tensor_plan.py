@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import call_hooks, tree_leaves
+from evenstep.private_apis import call_hooks, tree_leaves
 from evenstep.strategies.base import SMALL_ENOUGH, Sample, copied
 
 ACTIVATIONS = (

@@ -27,10 +27,10 @@ from tempfile import TemporaryDirectory
 from evenstep.errors import BREAKS_LINES, BadInput, EvenstepError, Preempted, shorten
 from evenstep.plan import Plan
 from evenstep.record import FILE, Record, Start, is_written, rows
-from evenstep.schema import Schema
 from evenstep.trackers import how_to_look
 from evenstep.trackers.clients import CLIENTS, Client, TrackedRun
 from evenstep.trackers.points import Outcome, PointReader
+from evenstep.typed_values import Schema
 
 FOLDER = "trackers"
 POLL_SECONDS = 1.0

@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from evenstep.errors import TaskError
-from evenstep.strategies.base import same_numbers, units
+from evenstep.strategies.base import same_numbers
+from evenstep.strategies.model_units import units
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import evenstep
 from evenstep.checkpoint import files
+from evenstep.checkpoint.custom_loop_values import with_tensors, without_tensors
 from evenstep.checkpoint.files import State
-from evenstep.checkpoint.loop_values import with_tensors, without_tensors
 from evenstep.checkpoint.saving_by_ranks import (
     AfterSaving,
     Finishing,
@@ -60,8 +60,8 @@ from evenstep.training.team import Team
 
 if TYPE_CHECKING:
     from evenstep.record import Summary
+    from evenstep.training.custom_loop_record import LoopRecord
     from evenstep.training.ema import WeightAverage
-    from evenstep.training.loop_record import LoopRecord
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -144,7 +144,7 @@ class Run:
         """A checkpoint that rank 0 finishes in the background."""
         self._record = None
         if self.folder is not None:
-            from evenstep.training.loop_record import LoopChoices, LoopRecord, loop_plan
+            from evenstep.training.custom_loop_record import LoopChoices, LoopRecord, loop_plan
 
             plan = loop_plan(team, self.loader, self.folder, LoopChoices(log, best))
             self._record = LoopRecord(team, self.folder, plan, self.loader.facts())
@@ -165,7 +165,7 @@ class Run:
         record, batch = self._recorded(), self.team.current
         if batch is None:
             raise TaskError("run.log writes the row of a step; call it after team.backward")
-        from evenstep.training.loop_record import LoopStep
+        from evenstep.training.custom_loop_record import LoopStep
 
         norm, self.team.grad_norm = self.team.grad_norm, None
         record.add_step(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -11,9 +10,6 @@ from torch.optim import Optimizer
 from evenstep.checkpoint.shards import is_sharded
 from evenstep.distributed.parameter_slices import slice_of
 from evenstep.distributed.world import World
-
-if TYPE_CHECKING:
-    pass
 
 
 def clip_gradients(

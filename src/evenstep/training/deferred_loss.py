@@ -16,12 +16,13 @@ import torch
 
 from evenstep.data.loader import Batch
 from evenstep.distributed.heartbeat import UPDATE
-from evenstep.internals import flag_non_finite_, has_step_hooks, hooks_after_steps, hooks_before_steps
+from evenstep.private_apis import flag_non_finite_, has_step_hooks, hooks_after_steps, hooks_before_steps
 from evenstep.strategies.base import forget_gradients, has_torch_step, update
 from evenstep.training.clipping import clip_gradients
 from evenstep.training.fused_optimizer import FusedAdam, is_fused, start_momentum
-from evenstep.training.loss import LateLoss, MeanLoss, side_stream
-from evenstep.training.optim import WeightUpdate
+from evenstep.training.host_copy import side_stream
+from evenstep.training.loss_weighting import LateLoss, MeanLoss
+from evenstep.training.optimizer_step import WeightUpdate
 from evenstep.training.step import Eager, Recipe, Taken, agreed_when_read, reads_late
 from evenstep.training.team import Launched, Team
 

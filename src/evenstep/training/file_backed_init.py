@@ -29,7 +29,7 @@ from typing_extensions import TypeIs
 
 from evenstep.distributed.world import World
 from evenstep.errors import EvenstepError
-from evenstep.internals import TorchDispatchMode, tree_leaves, written_arguments
+from evenstep.private_apis import TorchDispatchMode, tree_leaves, written_arguments
 from evenstep.sampling.rng import restore_rng_states, rng_states
 
 LARGE = 2**22

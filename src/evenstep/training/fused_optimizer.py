@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from evenstep.checkpoint.shards import is_sharded
 from evenstep.distributed.parameter_slices import slice_of
-from evenstep.internals import (
+from evenstep.private_apis import (
     TorchDispatchMode,
     foreach_add_,
     fused_adam_,
@@ -28,9 +28,6 @@ from evenstep.internals import (
     note_step_for_scheduler,
 )
 from evenstep.strategies.base import fills_memory, has_sparse_gradients
-
-if TYPE_CHECKING:
-    pass
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _CHOICES = ("foreach", "fused", "differentiable", "capturable")

@@ -14,8 +14,8 @@ from evenstep.distributed.heartbeat import BACKWARD, FORWARD
 from evenstep.distributed.world import World
 from evenstep.strategies.base import NOTHING, DistributedModel, call, go_back, on
 from evenstep.task import Amount
-from evenstep.training.loss import LossTotal
 from evenstep.training.loss_context import LossContext
+from evenstep.training.loss_weighting import LossTotal
 from evenstep.training.precision import Precision
 from evenstep.training.sync_batchnorm import standing_in
 

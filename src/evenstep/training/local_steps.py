@@ -17,9 +17,10 @@ import torch
 from evenstep.data.loader import Batch
 from evenstep.distributed.world import World
 from evenstep.errors import NonFiniteLoss, TaskError
+from evenstep.link_method import LinkMethod
 from evenstep.monitor.nonfinite import NonFiniteMean, explain
-from evenstep.plan import LinkMethod
-from evenstep.training.loss import LossTotal, MeanLoss, StepLogs, means_of
+from evenstep.training.logged_values import StepLogs, means_of
+from evenstep.training.loss_weighting import LossTotal, MeanLoss
 from evenstep.training.step import Eager, Recipe, Taken
 from evenstep.training.team import Launched
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from evenstep.best_metric import parse_best
 from evenstep.errors import PlanError, TaskError
-from evenstep.plan import Plan, parse_best
+from evenstep.plan import Plan
 from evenstep.sampling.order import Lengths
-from evenstep.schema import check_choice
 from evenstep.task import ScheduleEvery, ScheduleLength, Task, lengths_taken
+from evenstep.typed_values import check_choice
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from evenstep.checkpoint.shards import is_sharded
-from evenstep.internals import infinity_flags
 from evenstep.plan import PrecisionName
+from evenstep.private_apis import infinity_flags
 from evenstep.strategies.base import NOTHING
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

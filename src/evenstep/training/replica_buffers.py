@@ -17,7 +17,7 @@ from torch import nn
 from evenstep.distributed.gradient_tree import Node, additions
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import NormBase, flatten_dense_tensors, foreach_copy_, unflatten_dense_tensors, version_of
+from evenstep.private_apis import NormBase, flatten_dense_tensors, foreach_copy_, unflatten_dense_tensors, version_of
 from evenstep.strategies.base import DistributedModel
 
 

@@ -17,7 +17,7 @@ from evenstep.data.batches import Place
 from evenstep.data.loader import Batch, MicroBatch
 from evenstep.distributed.shm.native import load
 from evenstep.distributed.world import World
-from evenstep.internals import has_python_words, seeded_torch_state
+from evenstep.private_apis import has_python_words, seeded_torch_state
 from evenstep.sampling.rng import (
     STATE_BYTES,
     derive_seed,

@@ -28,9 +28,10 @@ from evenstep.strategies.base import SMALL_ENOUGH, DistributedModel, Sample, cop
 from evenstep.task import Amount, Task, has_several
 from evenstep.training.checkpointed_run import Run
 from evenstep.training.fused_optimizer import is_fused
-from evenstep.training.loss import HostCopy, MeanLoss
+from evenstep.training.host_copy import HostCopy
+from evenstep.training.loss_weighting import MeanLoss
 from evenstep.training.lr_scheduler import Schedulers
-from evenstep.training.optim import WeightUpdate
+from evenstep.training.optimizer_step import WeightUpdate
 from evenstep.training.step import Taken, agreed_when_read, reads_late
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from evenstep.checkpoint.shards import is_sharded
-from evenstep.internals import TorchDispatchMode
+from evenstep.private_apis import TorchDispatchMode
 
 VECTOR_BYTES = {"AVX512": 64, "AVX2": 32}
 """By the kind of CPU for which torch chooses its kernels."""

@@ -14,9 +14,10 @@ from evenstep.data.loader import Batch
 from evenstep.distributed.preemption import Requests
 from evenstep.strategies.base import DistributedModel
 from evenstep.task import Amount
-from evenstep.training.loss import HostCopy, MeanLoss
+from evenstep.training.host_copy import HostCopy
+from evenstep.training.loss_weighting import MeanLoss
 from evenstep.training.lr_scheduler import Schedulers
-from evenstep.training.optim import WeightUpdate
+from evenstep.training.optimizer_step import WeightUpdate
 from evenstep.training.team import Team
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from evenstep.internals import BatchNorm
+from evenstep.private_apis import BatchNorm
 
 
 def synchronised(module: nn.Module) -> nn.Module:

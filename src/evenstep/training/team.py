@@ -53,7 +53,6 @@ from evenstep.sampling.rng import (
     seed_devices,
     seed_everything,
 )
-from evenstep.schema import check_choice
 from evenstep.strategies.base import (
     NOTHING,
     DistributedModel,
@@ -68,11 +67,14 @@ from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, 
 from evenstep.task import Amount
 from evenstep.training.evaluation import Evaluator, Means, NamedSums, named
 from evenstep.training.gradient_accumulation import ReplicaBackward, accumulate_gradients
-from evenstep.training.loss import LateLoss, LossTotal, MeanLoss, StepLogs, as_sum, scale_gradients
+from evenstep.training.logged_values import StepLogs
+from evenstep.training.loss_amount import as_sum
 from evenstep.training.loss_context import LossContext
-from evenstep.training.optim import UpdateSettings, WeightUpdate, step_optimizer
-from evenstep.training.optimizer_rehearsal import refuse_closure, sharded_updates
+from evenstep.training.loss_weighting import LateLoss, LossTotal, MeanLoss, scale_gradients
+from evenstep.training.optimizer_compatibility import refuse_closure, sharded_updates
+from evenstep.training.optimizer_step import UpdateSettings, WeightUpdate, step_optimizer
 from evenstep.training.precision import Precision
+from evenstep.typed_values import check_choice
 
 if TYPE_CHECKING:
     from evenstep.data.own_batches import OwnBatches

@@ -8,7 +8,6 @@ here, when a run first uses it.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -21,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from evenstep.best_metric import find_metric, parse_best
 from evenstep.checkpoint import files
+from evenstep.checkpoint.save_interval import SaveInterval
 from evenstep.data.adapt import validation_sets
 from evenstep.data.feature_scaler import unfitted
 from evenstep.data.loader import Loader
@@ -32,8 +33,10 @@ from evenstep.distributed.heartbeat import BACKWARD, BUILDING, COMPARING, ENDING
 from evenstep.distributed.preemption import SIGNALS
 from evenstep.early_stopping import BestSoFar
 from evenstep.errors import BadInput, Preempted, TaskError, TrainingError
+from evenstep.link_method import parse_link
+from evenstep.monitor.check_interval import is_check_due
 from evenstep.monitor.known_errors import Situation, is_out_of_memory, note
-from evenstep.plan import AUTO, USUAL, Plan, parse_best, parse_link, parse_shares
+from evenstep.plan import AUTO, Plan, parse_shares
 from evenstep.record import (
     EpochEnd,
     Evaluation,
@@ -44,7 +47,6 @@ from evenstep.record import (
     Step,
     Summary,
     Tally,
-    find_metric,
     has_begun,
 )
 from evenstep.sampling.rng import derive_seed, fork_rng, seed_everything
@@ -55,7 +57,7 @@ from evenstep.training.evaluation import LossAndMetrics, Means, prefixed
 from evenstep.training.fused_optimizer import fuse
 from evenstep.training.loop import is_done, train
 from evenstep.training.lr_scheduler import check_scheduler, make_scheduler, stepped_after
-from evenstep.training.optim import make_optimizer
+from evenstep.training.optimizer_step import make_optimizer
 from evenstep.training.step import Recipe, Stepper, eager_steps
 from evenstep.training.sync_batchnorm import is_local, synchronised
 from evenstep.training.team import Interrupted, Team, join_team
@@ -73,8 +75,6 @@ if TYPE_CHECKING:
 
 FADED = 1e-3
 """Of the first learning rate: a smaller part of it after one epoch of several is a mistake."""
-FIRST_CHECKS = (10, 30)
-"""Steps at which replicas are also compared: most mistakes show early."""
 
 LOCAL_NORM = "BatchNorm uses each device's share of a batch; {} makes it the same as on one device"
 
@@ -99,7 +99,7 @@ class Trainer:
 
             self.run.average = WeightAverage(self.run.models.values(), task.ema)
         if task.after is not None or task.after_every is not None:
-            from evenstep.training.after_step import check_after
+            from evenstep.training.after_hook import check_after
 
             check_after(task)
         self.valid = {
@@ -135,8 +135,9 @@ class Trainer:
         self._add_checks()
         self._compute_seconds = 0.0
         self.tracing: Tracing | None = None
+        self._save_interval = SaveInterval()
         if plan.restarts or plan.machines:
-            team.requests.save_periodically()
+            team.requests.save_is_due = self._save_interval.is_due
 
     def _add_checks(self) -> None:
         """What watches the steps: an audit, a comparison of replicas and of their speed, replays on other devices."""
@@ -255,7 +256,7 @@ class Trainer:
         """What the advice needs to know about a step that ran out of memory; None for any other failure."""
         if not is_out_of_memory(error):
             return None
-        from evenstep.monitor.cuda_out_of_memory import FailedStep, diagnose, fit_command
+        from evenstep.monitor.out_of_memory import FailedStep, diagnose, fit_command
 
         command = fit_command(self.plan)
         if self.spans.heartbeat.phase not in (FORWARD, BACKWARD):
@@ -375,7 +376,7 @@ class Trainer:
         return self.task.after is not None and (is_epoch_end if every is None else step % every == 0)
 
     def _call_after(self, step: Step) -> None:
-        from evenstep.training.after_step import BetweenSteps
+        from evenstep.training.after_hook import BetweenSteps
 
         assert self.task.after is not None
         evaluation, run = self._current_evaluation, self.run
@@ -422,7 +423,7 @@ class Trainer:
     def _compared(self, step: Step, compute_seconds: float) -> Iterator[str]:
         """Every few steps, check whether the replicas are still equal and whether a rank is slow."""
         self._add_to_pace(step, compute_seconds)
-        if self.replicas is None or self.pace is None or not self._is_compared(step.step):
+        if self.replicas is None or self.pace is None or not is_check_due(step.step, self.plan):
             return
         with self.spans.during(COMPARING):
             if self.plan.check_every:
@@ -439,17 +440,6 @@ class Trainer:
         waited = step.seconds - step.input_seconds - self._compute_seconds
         self.pace.add(step.input_seconds, self._compute_seconds, max(0.0, waited))
 
-    def _is_compared(self, step: int) -> bool:
-        method = parse_link(self.plan.link)
-        if method.is_streaming:
-            # Wherever something else has made them equal: to do so for this alone would send all weights.
-            return True
-        if (num_steps := method.num_steps) > 1:
-            # Replicas are equal at the end of a round.
-            every = self.plan.check_every or USUAL["check_every"]
-            return step % (math.ceil(every / num_steps) * num_steps) == 0
-        return step % (self.plan.check_every or USUAL["check_every"]) == 0 or step in FIRST_CHECKS
-
     def _waits_at(self, step: int) -> bool:
         """Whether something is done after this step that needs it to be over."""
         if self._is_saved(step) or self._is_evaluated(step) or self._is_after(step):
@@ -458,7 +448,9 @@ class Trainer:
             return True
         if self.replays is not None and self.replays.is_due(step):
             return True
-        return self.replicas is not None and not parse_link(self.plan.link).is_streaming and self._is_compared(step)
+        return (
+            self.replicas is not None and not parse_link(self.plan.link).is_streaming and is_check_due(step, self.plan)
+        )
 
     def _messages(self) -> list[str]:
         sources = [self.stepper.messages, *(model.notes for model in self.run.models.values())]
@@ -739,7 +731,7 @@ class Trainer:
                     )
                 ),
             )
-        self.team.requests.saved(time.monotonic() - started)
+        self._save_interval.saved(time.monotonic() - started)
 
     def _peak_bytes(self) -> dict[str, int]:
         return {**self.peaks, **devices.peak_bytes(self.team.world)}

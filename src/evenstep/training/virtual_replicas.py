@@ -25,7 +25,10 @@ from evenstep.strategies.base import DistributedModel, forget, has_sparse_gradie
 from evenstep.task import Amount
 from evenstep.training.evaluation import NamedSums
 from evenstep.training.gradient_accumulation import ReplicaBackward
-from evenstep.training.loss import HostCopy, LossTotal, StepLogs, as_pair, as_sum
+from evenstep.training.host_copy import HostCopy
+from evenstep.training.logged_values import StepLogs
+from evenstep.training.loss_amount import as_pair, as_sum
+from evenstep.training.loss_weighting import LossTotal
 from evenstep.training.replica_buffers import replica_buffers
 from evenstep.training.replica_seeds import Seeds
 

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from evenstep.checkpoint.shards import is_sharded, with_rows
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import hooks_after_steps, hooks_before_steps, note_step_for_scheduler, step_hooks
-from evenstep.training.optimizer_rehearsal import without_hooks
+from evenstep.private_apis import hooks_after_steps, hooks_before_steps, note_step_for_scheduler, step_hooks
+from evenstep.training.optimizer_compatibility import without_hooks
 
 ALIGNMENT = 16
 """Bytes; a tensor in a message begins at a multiple of it."""

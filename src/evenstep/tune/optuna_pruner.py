@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 from evenstep.errors import BadInput
-from evenstep.schema import check_choice
 from evenstep.tune.optuna_sampler import direction_of, load_optuna
 from evenstep.tune.study_rows import StudyRequest
 from evenstep.tune.successive_halving import Study, StudyTrial
+from evenstep.typed_values import check_choice
 
 PRUNERS = ("halving", "median", "hyperband")
 

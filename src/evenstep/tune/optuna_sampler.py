@@ -18,10 +18,10 @@ from typing import Any
 from evenstep.errors import BadInput
 from evenstep.plan import OptionValue
 from evenstep.sampling.rng import derive_seed
-from evenstep.schema import check_choice
 from evenstep.tune.space import Dimension, grid
 from evenstep.tune.study_rows import StudyRequest
 from evenstep.tune.successive_halving import Study, StudyTrial
+from evenstep.typed_values import check_choice
 
 NEEDS_OPTUNA = "evenstep tune needs Optuna, which is not installed; pip install 'evenstep[tune]'"
 JOURNAL = "optuna.journal"

@@ -63,7 +63,7 @@ def _amount(choice: OptionValue) -> float:
 
 def fitting(task: str, devices: Sequence[str], per_trial: int, plan_fields: Mapping[str, Any]) -> tuple[int, str]:
     """As many trials of the largest options as fit on each device, and a line that says why."""
-    from evenstep.launcher.micro_batch import runs_per_device
+    from evenstep.launcher.fit_micro_batch import runs_per_device
 
     out = plan_fields.get("out") or RUNS
     name = free_name(label_of(task, plan_fields["options"]), "fit", out)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from evenstep.best_metric import find_metric, parse_best
 from evenstep.checkpoint import files
 from evenstep.distributed.devices import num_cores
 from evenstep.errors import BadInput, CheckpointError, EvenstepError, PlanError, Preempted, shorten
@@ -21,19 +22,8 @@ from evenstep.launcher.failure import KILLED
 from evenstep.launcher.launch import run_one_of_several
 from evenstep.launcher.prepare import label_of, prepare
 from evenstep.launcher.supervisor import WAITING, StopSignals
-from evenstep.plan import PLAN_FILE, RUNS, Plan, check_name, parse_best, read_plan
-from evenstep.record import (
-    FILE,
-    TRIALS,
-    Evaluation,
-    Record,
-    RunEnd,
-    Step,
-    find_metric,
-    has_begun,
-    is_written,
-    write_end,
-)
+from evenstep.plan import PLAN_FILE, RUNS, Plan, check_name, read_plan
+from evenstep.record import FILE, TRIALS, Evaluation, Record, RunEnd, Step, has_begun, is_written, write_end
 from evenstep.sampling.rng import seed_everything
 from evenstep.strategy_facts import DEFAULT, REFERENCE
 from evenstep.task import absolute_spec, find_task
@@ -41,7 +31,6 @@ from evenstep.training.trainer import Event, perform
 from evenstep.tune.optuna_pruner import check_pruner, goes_on
 from evenstep.tune.optuna_sampler import Mirror, check_space, need_optuna, suggest
 from evenstep.tune.packing import find_devices, fitting, largest, parse_per_device
-from evenstep.tune.paused import train_to
 from evenstep.tune.space import grid, in_words, parse_search
 from evenstep.tune.study import StudyLog, is_usable
 from evenstep.tune.study_rows import (
@@ -55,6 +44,7 @@ from evenstep.tune.study_rows import (
     TrialFailed,
 )
 from evenstep.tune.successive_halving import TrialJob
+from evenstep.tune.train_to_rung import train_to
 
 DEFAULT_TRIALS = 16
 MOST_NAME = 80

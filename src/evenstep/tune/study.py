@@ -17,10 +17,10 @@ from typing import IO, Any, get_args
 
 from evenstep.errors import BadInput, shorten
 from evenstep.record import STUDY_FILE, TRIALS, end_of_rows
-from evenstep.schema import MALFORMED, Schema, in_words
 from evenstep.task_options import value_in_words
 from evenstep.tune.study_rows import StudyRequest, StudyRow
 from evenstep.tune.successive_halving import Study, StudyTrial
+from evenstep.typed_values import MALFORMED, Schema, in_words
 
 FILE = STUDY_FILE
 

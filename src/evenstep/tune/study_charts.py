@@ -12,7 +12,8 @@ from bokeh.models.glyphs import HBar, Line, MultiLine, Scatter, Segment, Text, V
 from bokeh.palettes import viridis
 from bokeh.plotting import figure
 
-from evenstep.plan import OptionValue, parse_best
+from evenstep.best_metric import parse_best
+from evenstep.plan import OptionValue
 from evenstep.report.html.charts import FONT, OTHER, Chart, Key, blank, colour, from_zero, label, labels, rows_figure
 from evenstep.tune.space import Dimension, in_words
 from evenstep.tune.study_rows import Reached

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evenstep.plan import parse_best
+from evenstep.best_metric import parse_best
 from evenstep.record import FILE as RECORD_FILE
 from evenstep.record import TRIALS, Record
 from evenstep.report.html.page import FILE, Page, PageLink, need_bokeh, render, write_page_of_runs, write_text

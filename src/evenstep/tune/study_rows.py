@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from evenstep.plan import Direction, OptionValue, parse_best
-from evenstep.schema import Natural, Positive
+from evenstep.best_metric import Direction, parse_best
+from evenstep.plan import OptionValue
 from evenstep.tune.space import Dimension
+from evenstep.typed_values import Natural, Positive
 
 
 @dataclass(frozen=True, kw_only=True)

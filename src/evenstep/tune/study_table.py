@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.plan import parse_best
+from evenstep.best_metric import parse_best
 from evenstep.record import TRIALS
 from evenstep.report.terminal import number, plain, table_of, without_control
 from evenstep.tune.space import in_words

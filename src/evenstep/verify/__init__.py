@@ -4,9 +4,9 @@ verdicts = check(prepared, [Configuration("ddp", ("cpu", "cpu"))], folder)      
 verdicts = check(prepared, configs, folder, Depth(steps=3, own_precision=False))   # a short one, for `compare`
 """
 
-from evenstep.verify.check import Depth, check, judged, settled
 from evenstep.verify.exact import ExactDepth, judged_exactly
 from evenstep.verify.verdict_table import Configuration, PartVerdict, Verdict
+from evenstep.verify.verify_strategies import Depth, check, judged, settled
 
 __all__ = [
     "Configuration",

@@ -9,11 +9,12 @@ import torch
 
 from evenstep.distributed.devices import check_devices, choose_devices
 from evenstep.errors import PlanError
+from evenstep.link_method import parse_link
 from evenstep.mesh import has_axes, refuse_axes
-from evenstep.plan import Plan, ScheduleName, parse_devices, parse_link, parse_shares
+from evenstep.plan import Plan, ScheduleName, parse_devices, parse_shares
 from evenstep.sampling.batch_shares import Shares
-from evenstep.schema import check_choice
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, one_of, usual_strategies
+from evenstep.typed_values import check_choice
 from evenstep.verify.verdict_table import Configuration
 
 

@@ -16,10 +16,11 @@ from evenstep.checkpoint.state_dict import Tensors
 from evenstep.errors import TrainingError
 from evenstep.launcher.prepare import Prepared
 from evenstep.strategy_facts import REFERENCE
-from evenstep.verify.differences import THINGS, Difference, fails, parts_of
+from evenstep.verify.differences import THINGS, Difference, fails
 from evenstep.verify.operation_bits import FirstOperation, Traced, Traces, first_other, read_traces
 from evenstep.verify.recorder import Evidence, Failure
-from evenstep.verify.runs import Log, Runs
+from evenstep.verify.run_configurations import Log, Runs
+from evenstep.verify.tolerance import parts_of
 from evenstep.verify.verdict_table import Configuration, DifferenceCause, Verdict
 
 KINDS = {

@@ -23,14 +23,14 @@ from evenstep.data.feature_scaler import unfitted
 from evenstep.data.iterable import Stream
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.distributed.world import World
-from evenstep.internals import BatchNorm
 from evenstep.plan import Plan
+from evenstep.private_apis import BatchNorm
 from evenstep.sampling.order import Span
 from evenstep.sampling.rng import Draws, Ids, is_same_state, rng_states, seed_everything
 from evenstep.strategies.base import evaluating, same_numbers
 from evenstep.task import Amount, Task
 from evenstep.training.evaluation import LossAndMetrics
-from evenstep.training.optim import make_optimizer
+from evenstep.training.optimizer_step import make_optimizer
 from evenstep.training.several_models import optimizers_of, parts_of
 from evenstep.training.team import Team
 from evenstep.verify.recorder import LEAST, DropoutOff, as_real, perturbed, same_torch, sampled, torch_states

@@ -37,12 +37,12 @@ from evenstep.checkpoint.state_dict import Tensors
 from evenstep.data.nested import leaves
 from evenstep.distributed.parameter_slices import joined, slices_of, whole_state
 from evenstep.distributed.worker_process import read_rank
-from evenstep.internals import BatchNorm, DisableTorchFunction, global_generators, python_state, replace_function
 from evenstep.plan import Plan
+from evenstep.private_apis import BatchNorm, DisableTorchFunction, global_generators, python_state, replace_function
 from evenstep.record import Record, Step
 from evenstep.sampling.rng import is_same_numpy, numpy_state
 from evenstep.task import Amount, Task
-from evenstep.training.optim import make_optimizer
+from evenstep.training.optimizer_step import make_optimizer
 from evenstep.training.several_models import LossesInTurn
 from evenstep.training.trainer import Event, Trainer, perform
 

@@ -21,7 +21,7 @@ from evenstep.data.consistency_check import digest
 from evenstep.plan import Plan
 from evenstep.strategies.base import copied
 from evenstep.task import Task, describe
-from evenstep.training.loss import as_sum
+from evenstep.training.loss_amount import as_sum
 from evenstep.training.loss_context import called_outside
 from evenstep.training.team import join
 from evenstep.training.trainer import Event, set_up_torch

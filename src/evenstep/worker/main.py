@@ -33,7 +33,7 @@ from evenstep.distributed.worker_process import (
     unblock_signals,
 )
 from evenstep.errors import EvenstepError, Preempted, shorten
-from evenstep.internals import run_module_as_main, wait_for_threads
+from evenstep.private_apis import run_module_as_main, wait_for_threads
 from evenstep.strategy_facts import StrategyFacts, add_strategy
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""All-reduce between the processes of one machine, through shared memory: of gradients, in C (sums.c), and of scalars.
+"""All-reduce between the processes of one machine, through shared memory: of gradients (allreduce.c), and of scalars.
 
 For gradients (`Channel`), each process has a ring of slots. The tensors are treated as one flat buffer and cut into
 chunks of a slot's size, so that what one process writes is still in the cache when another reads it. Every chunk passes
@@ -39,9 +39,9 @@ LINE = 16
 LINES = 4
 """Per process: three counters, and a futex that the C code sleeps on."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-"""The dtypes that sums.c can add, in the order of its codes."""
+"""The dtypes that allreduce.c can add, in the order of its codes."""
 TO_FIRST, FROM_FIRST = 1, 2
-"""The directions that sums.c knows."""
+"""The directions that allreduce.c knows."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The C library (sums.c, seeds.c), built once at install.
+"""The C library (allreduce.c, seeds.c), built once at install.
 
 `python -m evenstep.distributed.shm.native` builds it in place. Its file name contains a hash of its source, so that a
 library of another version is never loaded. Without it (no compiler, another architecture) DDP averages gradients over
@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("sums.c")
+SOURCE = Path(__file__).with_name("allreduce.c")
 SEEDS = Path(__file__).with_name("seeds.c")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off")
 """No flags for this machine's CPU: a wheel built here may be installed elsewhere."""
@@ -27,7 +27,7 @@ BUILD_SECONDS = 60
 def path_in(folder: Path) -> Path:
     """The path of the library built from the current source."""
     content = SOURCE.read_bytes() + SEEDS.read_bytes()
-    return folder / f"sums-{hashlib.sha256(content).hexdigest()[:12]}.so"
+    return folder / f"allreduce-{hashlib.sha256(content).hexdigest()[:12]}.so"
 
 
 def build(folder: Path = SOURCE.parent) -> Path | None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import psutil
 
 from evenstep.errors import PlanError
-from evenstep.internals import TCPStore
+from evenstep.private_apis import TCPStore
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"

@@ -40,7 +40,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from evenstep.errors import PlanError, TrainingError
-from evenstep.internals import NodeDesc, RendezvousState, Store
 from evenstep.launcher.failure import Cause
 from evenstep.launcher.rendezvous.addresses import (
     HEARTBEAT_SECONDS,
@@ -55,6 +54,7 @@ from evenstep.launcher.rendezvous.store_access import HEAD_SECONDS, host_run, jo
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.launcher.variables import launcher_variables, master_variables, set_variables
 from evenstep.plan import Plan
+from evenstep.private_apis import NodeDesc, RendezvousState, Store
 
 KEY = "rendezvous"
 NOTHING = "-"

@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 
 from evenstep.errors import PlanError, TrainingError
-from evenstep.internals import TCPStore
 from evenstep.launcher.rendezvous.addresses import (
     JOIN_SECONDS,
     LOOPBACK,
@@ -46,6 +45,7 @@ from evenstep.launcher.rendezvous.tunnel import (
 from evenstep.launcher.rendezvous.version_check import Identity
 from evenstep.launcher.variables import TOKEN, TOKEN_FILE
 from evenstep.plan import RUNS
+from evenstep.private_apis import TCPStore
 
 HEAD_SECONDS = 300.0
 TOKEN_SECONDS = 10.0

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from evenstep.internals import scaler_tensors
+from evenstep.private_apis import scaler_tensors
 from evenstep.training.step import Recipe
 
 Seen = dict[str, Any]

@@ -20,7 +20,8 @@ from evenstep.data.dataset import Rows
 from evenstep.data.loader import Batch, MicroBatch
 from evenstep.data.nested import leaves, map_tensors
 from evenstep.errors import NonFiniteLoss
-from evenstep.internals import (
+from evenstep.monitor.nonfinite import NonFiniteMean, explain
+from evenstep.private_apis import (
     clear_cublas_workspaces,
     foreach_mul_,
     has_step_hooks,
@@ -28,22 +29,15 @@ from evenstep.internals import (
     hooks_before_steps,
     release_pool,
 )
-from evenstep.monitor.nonfinite import NonFiniteMean, explain
 from evenstep.strategies.base import NOTHING, forget, forget_gradients, on
 from evenstep.training.clipping import clip_gradients
 from evenstep.training.deferred_loss import SLOTS, FiniteGuard
 from evenstep.training.fused_optimizer import Sliced, is_fused
 from evenstep.training.gradient_accumulation import ReplicaBackward
-from evenstep.training.loss import (
-    HostCopy,
-    LateLoss,
-    LossTotal,
-    MeanLoss,
-    PartialLoss,
-    as_pair,
-    not_finite,
-)
+from evenstep.training.host_copy import HostCopy
+from evenstep.training.loss_amount import as_pair
 from evenstep.training.loss_context import LossContext
+from evenstep.training.loss_weighting import LateLoss, LossTotal, MeanLoss, PartialLoss, not_finite
 from evenstep.training.step import Recipe
 
 

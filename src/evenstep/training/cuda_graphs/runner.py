@@ -35,7 +35,7 @@ from evenstep.training.cuda_graphs.capture_checks import (
 )
 from evenstep.training.cuda_graphs.graph import Captured, Choices, Pending, Shapes, SharedByGraphs, shapes_of
 from evenstep.training.deferred_loss import LateSteps
-from evenstep.training.loss import LossTotal, MeanLoss
+from evenstep.training.loss_weighting import LossTotal, MeanLoss
 from evenstep.training.step import Done, Recipe, Taken, agreed_when_read
 
 WARM_UP = 6

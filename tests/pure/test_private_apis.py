@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import evenstep
-from evenstep import internals
+from evenstep import private_apis
 
 SOURCE = Path(evenstep.__file__).parent
 ELSEWHERE = {
@@ -77,45 +77,47 @@ def test_private_parts_of_others_are_used_in_one_file() -> None:
         for file in SOURCE.rglob("*.py")
     }
     own = {name for nodes in files.values() for name in defined(nodes)} | DOCUMENTED
-    used = {name: private_uses(nodes, own) for name, nodes in files.items() if name != "internals.py"}
+    used = {name: private_uses(nodes, own) for name, nodes in files.items() if name != "private_apis.py"}
     assert {name: uses for name, uses in used.items() if uses and name not in ELSEWHERE} == {}
-    assert private_uses(files["internals.py"], own)
+    assert private_uses(files["private_apis.py"], own)
 
 
-@pytest.mark.parametrize("name", internals.LAZY)
+@pytest.mark.parametrize("name", private_apis.LAZY)
 def test_each_name_is_there(name: str) -> None:
-    assert getattr(internals, name) is not None
+    assert getattr(private_apis, name) is not None
 
 
 def test_it_imports_no_torch_and_knows_no_other_name() -> None:
-    check = "import sys, evenstep.internals; assert 'torch' not in sys.modules and 'multiprocessing' not in sys.modules"
+    check = (
+        "import sys, evenstep.private_apis; assert 'torch' not in sys.modules and 'multiprocessing' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", check], check=True)
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
-        _ = internals.no_such_name
+        _ = private_apis.no_such_name
 
 
 def test_several_tensors_are_changed_in_one_call() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
-    internals.foreach_mul_(tensors, 2.0)
-    internals.foreach_add_(tensors, [torch.ones(2), torch.ones(3)])
-    internals.foreach_copy_(tensors[:1], [torch.zeros(2)])
+    private_apis.foreach_mul_(tensors, 2.0)
+    private_apis.foreach_add_(tensors, [torch.ones(2), torch.ones(3)])
+    private_apis.foreach_copy_(tensors[:1], [torch.zeros(2)])
     assert [one.tolist() for one in tensors] == [[0, 0], [3, 3, 3]]
-    flat = internals.flatten_dense_tensors(tensors)
-    assert [one.tolist() for one in internals.unflatten_dense_tensors(flat, tensors)] == [[0, 0], [3, 3, 3]]
+    flat = private_apis.flatten_dense_tensors(tensors)
+    assert [one.tolist() for one in private_apis.unflatten_dense_tensors(flat, tensors)] == [[0, 0], [3, 3, 3]]
 
 
 def test_a_number_that_is_not_finite_sets_the_flag() -> None:
     flag = torch.zeros(())
-    internals.flag_non_finite_([torch.tensor([1.0])], flag, torch.ones(()))
+    private_apis.flag_non_finite_([torch.tensor([1.0])], flag, torch.ones(()))
     assert flag.item() == 0
-    internals.flag_non_finite_([torch.tensor([float("nan")])], flag, torch.ones(()))
+    private_apis.flag_non_finite_([torch.tensor([float("nan")])], flag, torch.ones(()))
     assert flag.item() == 1
 
 
 def test_backward_starts_from_a_given_number() -> None:
     weight = nn.Parameter(torch.ones(2))
     start = torch.tensor(3.0)
-    internals.autograd_engine.run_backward(
+    private_apis.autograd_engine.run_backward(
         (weight.sum(),), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
     assert weight.grad is not None
@@ -124,15 +126,15 @@ def test_backward_starts_from_a_given_number() -> None:
 
 def test_hooks_of_one_optimizer_and_of_all_are_seen() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    assert not internals.has_step_hooks(optimizer)
+    assert not private_apis.has_step_hooks(optimizer)
     hook = optimizer.register_step_pre_hook(lambda *_: None)
-    assert internals.has_step_hooks(optimizer)
-    before, after = internals.step_hooks(optimizer)
+    assert private_apis.has_step_hooks(optimizer)
+    before, after = private_apis.step_hooks(optimizer)
     assert (len(before), len(after)) == (1, 0)
     hook.remove()
     for register, hooks in (
-        (register_optimizer_step_pre_hook, internals.hooks_before_steps),
-        (register_optimizer_step_post_hook, internals.hooks_after_steps),
+        (register_optimizer_step_pre_hook, private_apis.hooks_before_steps),
+        (register_optimizer_step_post_hook, private_apis.hooks_after_steps),
     ):
         everywhere = register(lambda *_: None)
         assert len(hooks) == 1
@@ -141,9 +143,9 @@ def test_hooks_of_one_optimizer_and_of_all_are_seen() -> None:
 
 
 def test_a_profiler_that_runs_is_seen_and_follows_all_threads() -> None:
-    assert not internals.is_profiling()
-    with torch.profiler.profile(experimental_config=internals.profile_all_threads()) as profiler:
-        assert internals.is_profiling()
+    assert not private_apis.is_profiling()
+    with torch.profiler.profile(experimental_config=private_apis.profile_all_threads()) as profiler:
+        assert private_apis.is_profiling()
         thread = threading.Thread(target=lambda: torch.ones(2).add(1))
         thread.start()
         thread.join()
@@ -153,16 +155,16 @@ def test_a_profiler_that_runs_is_seen_and_follows_all_threads() -> None:
 def test_a_scheduler_does_not_warn_of_a_step_that_was_taken_around_it(recwarn: pytest.WarningsRecorder) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler: LRScheduler = StepLR(optimizer, 1)
-    internals.note_step_for_scheduler(optimizer, optimizer.step)
+    private_apis.note_step_for_scheduler(optimizer, optimizer.step)
     scheduler.step()
     assert not recwarn.list
 
 
 def test_a_grad_scaler_has_two_tensors_once_it_scaled() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    assert internals.scaler_tensors(scaler) == []
+    assert private_apis.scaler_tensors(scaler) == []
     scaler.scale(torch.ones(()))
-    assert [one.item() for one in internals.scaler_tensors(scaler)] == [8.0, 0]
+    assert [one.item() for one in private_apis.scaler_tensors(scaler)] == [8.0, 0]
 
 
 @pytest.mark.parametrize("gradient", [1.0, float("inf")])
@@ -173,35 +175,35 @@ def test_a_grad_scaler_keeps_a_flag_of_infinities(gradient: float) -> None:
     weight.grad = torch.tensor([gradient])
     optimizer = torch.optim.SGD([weight])
     scaler.unscale_(optimizer)
-    assert [flag.item() for flag in internals.infinity_flags(scaler, optimizer)] == [float(gradient > 1)]
+    assert [flag.item() for flag in private_apis.infinity_flags(scaler, optimizer)] == [float(gradient > 1)]
 
 
 def test_modules_share_buffers_and_batch_norms_have_a_base() -> None:
     one, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-    internals.take_buffers(one, other)
+    private_apis.take_buffers(one, other)
     assert one.running_mean is other.running_mean
-    assert isinstance(one, internals.BatchNorm)
-    assert isinstance(nn.InstanceNorm1d(2), internals.NormBase)
+    assert isinstance(one, private_apis.BatchNorm)
+    assert isinstance(nn.InstanceNorm1d(2), private_apis.NormBase)
 
 
 def test_a_replaced_function_is_found_by_functional(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner in (torch, torch._VF):
         monkeypatch.setattr(owner, "dropout", torch.dropout)
-    internals.replace_function("dropout", lambda *_: "replaced")
+    private_apis.replace_function("dropout", lambda *_: "replaced")
     assert nn.functional.dropout(torch.ones(1)) == "replaced"
 
 
 def test_what_ranks_send_and_compare_works_in_a_group_of_one(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
-    assert isinstance(store, internals.Store)
-    assert internals.TCPStore("127.0.0.1", 0, 1, True).port > 0
+    assert isinstance(store, private_apis.Store)
+    assert private_apis.TCPStore("127.0.0.1", 0, 1, True).port > 0
     had_group = dist.is_initialized()
     if not had_group:
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         tensors = [torch.ones(2), torch.zeros(3)]
-        internals.broadcast_coalesced(dist.group.WORLD, tensors, 2**20, 0)
-        internals.refuse_different_shapes(dist.group.WORLD, tensors)
+        private_apis.broadcast_coalesced(dist.group.WORLD, tensors, 2**20, 0)
+        private_apis.refuse_different_shapes(dist.group.WORLD, tensors)
     finally:
         if not had_group:
             dist.destroy_process_group()
@@ -214,32 +216,32 @@ def test_what_fully_shard_keeps_of_a_unit(tmp_path: Path) -> None:
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from evenstep import internals
+from evenstep import private_apis
 store = dist.FileStore({str(tmp_path / "store")!r}, 1)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
 fully_shard(model[0]); fully_shard(model)
 like = model[0].weight
-made = internals.tensor_of_shards(torch.ones(2, 2), like.device_mesh, like.placements, like.shape, like.stride())
+made = private_apis.tensor_of_shards(torch.ones(2, 2), like.device_mesh, like.placements, like.shape, like.stride())
 assert type(made) is type(like.data) and torch.equal(made.full_tensor(), torch.ones(2, 2))
 for unit in (model[0], model):
-    unit.set_custom_all_gather(internals.DefaultAllGather())
-    unit.set_custom_reduce_scatter(internals.DefaultReduceScatter())
-(name, unit, group), (first, _, _) = internals.fsdp_groups(model)
+    unit.set_custom_all_gather(private_apis.DefaultAllGather())
+    unit.set_custom_reduce_scatter(private_apis.DefaultReduceScatter())
+(name, unit, group), (first, _, _) = private_apis.fsdp_groups(model)
 assert (name, unit, first) == ("", model, "0")
 assert callable(group.post_backward) and group.reduce_grads
-assert [internals.has_gradient(one) for one in group.fsdp_params] == [False, False]
-assert not internals.give_gradient(group.fsdp_params[0], torch.zeros_like)
+assert [private_apis.has_gradient(one) for one in group.fsdp_params] == [False, False]
+assert not private_apis.give_gradient(group.fsdp_params[0], torch.zeros_like)
 model.set_requires_gradient_sync(False)
 model(torch.ones(1, 2)).sum().backward()
-assert [internals.has_gradient(one) for one in group.fsdp_params] == [True, True]
-assert [tuple(one.shape) for one in internals.unsharded_parameters(group)] == [(1, 2), (1,)]
-assert internals.give_gradient(group.fsdp_params[0], torch.zeros_like)
-internals.widen_gradients(group)
+assert [private_apis.has_gradient(one) for one in group.fsdp_params] == [True, True]
+assert [tuple(one.shape) for one in private_apis.unsharded_parameters(group)] == [(1, 2), (1,)]
+assert private_apis.give_gradient(group.fsdp_params[0], torch.zeros_like)
+private_apis.widen_gradients(group)
 assert [one.unsharded_accumulated_grad for one in group.fsdp_params] == [None, None]
 group.fsdp_params[1].reduce_dtype = group.fsdp_params[0].reduce_dtype = torch.float64
 group.fsdp_params[0].to_accumulated_grad_if_needed()
-internals.widen_gradients(group)
+private_apis.widen_gradients(group)
 assert [one.unsharded_accumulated_grad.dtype for one in group.fsdp_params] == [torch.float64] * 2
 dist.destroy_process_group()
 """,
@@ -249,11 +251,11 @@ dist.destroy_process_group()
 
 def test_hooks_on_accumulated_gradients_are_seen() -> None:
     weights = [torch.zeros(2, requires_grad=True), torch.zeros(2)]
-    assert not internals.has_accumulation_hooks(weights)
+    assert not private_apis.has_accumulation_hooks(weights)
     hook = weights[0].register_post_accumulate_grad_hook(lambda weight: None)
-    assert internals.has_accumulation_hooks(weights)
+    assert private_apis.has_accumulation_hooks(weights)
     hook.remove()
-    assert not internals.has_accumulation_hooks(weights)
+    assert not private_apis.has_accumulation_hooks(weights)
 
 
 def test_a_parameter_of_one_row_becomes_zero_dimensional(tmp_path: Path) -> None:
@@ -263,16 +265,16 @@ def test_a_parameter_of_one_row_becomes_zero_dimensional(tmp_path: Path) -> None
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from evenstep import internals
+from evenstep import private_apis
 store = dist.FileStore({str(tmp_path / "store")!r}, 1)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 model = nn.Linear(2, 1)
 model.scale = nn.Parameter(torch.ones(1))
 model.forward = lambda x: model.scale * nn.functional.linear(x, model.weight, model.bias)
 fully_shard(model)
-((_, _, group),) = internals.fsdp_groups(model)
+((_, _, group),) = private_apis.fsdp_groups(model)
 (one,) = [one for one in group.fsdp_params if one.sharded_param is model.scale]
-internals.replicate_scalar(one, torch.tensor(3.0))
+private_apis.replicate_scalar(one, torch.tensor(3.0))
 assert model.scale.shape == () and model.scale.placements[0].is_replicate()
 out = model(torch.ones(1, 2))
 out.sum().backward()
@@ -294,23 +296,23 @@ def test_ddp_says_which_gradients_it_waits_for_and_another_wrapper_takes_its_pla
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from evenstep import internals
+from evenstep import private_apis
 store = dist.FileStore({str(tmp_path / "store")!r}, 1)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 model = nn.ModuleDict(dict(used=nn.Linear(2, 2), spare=nn.Linear(2, 2)))
 model.forward = lambda x: model["used"](x)
 first = DistributedDataParallel(model)
 first(torch.ones(1, 2)).sum().backward()
-assert internals.unreduced(first) == [2, 3]
+assert private_apis.unreduced(first) == [2, 3]
 spare = list(model["spare"].parameters())
 torch.autograd.backward(spare, [torch.zeros_like(one) for one in spare])
-assert internals.unreduced(first) == []
+assert private_apis.unreduced(first) == []
 model["spare"].requires_grad_(False)
 second = DistributedDataParallel(model)
-internals.take_over(second, first)
+private_apis.take_over(second, first)
 for _ in range(2):
     second(torch.ones(1, 2)).sum().backward()
-    assert internals.unreduced(second) == []
+    assert private_apis.unreduced(second) == []
 dist.destroy_process_group()
 """,
         {},
@@ -320,7 +322,7 @@ dist.destroy_process_group()
 class OfAll(IterableDataset[bool]):
     def __iter__(self) -> Any:
         before = get_worker_info() is not None
-        internals.hide_worker_info()
+        private_apis.hide_worker_info()
         yield before and get_worker_info() is None
 
 
@@ -330,13 +332,13 @@ def test_a_dataset_does_not_see_that_it_is_in_a_worker() -> None:
 
 def test_a_child_of_the_fork_server_becomes_a_main_process_and_threads_are_waited_for() -> None:
     run_in_child(become_main)
-    assert internals.fork_server_pid() > 0
-    assert internals.has_resource_tracker()
+    assert private_apis.fork_server_pid() > 0
+    assert private_apis.has_resource_tracker()
 
 
 def become_main() -> None:
     assert multiprocessing.parent_process() is not None
-    internals.become_main_process()
+    private_apis.become_main_process()
     assert multiprocessing.parent_process() is None
     assert multiprocessing.current_process().name == "MainProcess"
 
@@ -344,13 +346,13 @@ def become_main() -> None:
 def test_exit_handlers_are_forgotten_and_run() -> None:
     code = """
 import atexit, weakref
-from evenstep import internals
+from evenstep import private_apis
 atexit.register(print, "forgotten")
-weakref.finalize(internals, print, "forgotten, too")
-internals.forget_exit_handlers()
+weakref.finalize(private_apis, print, "forgotten, too")
+private_apis.forget_exit_handlers()
 atexit.register(print, "run")
-weakref.finalize(internals, print, "finalized")
-internals.run_exit_handlers()
+weakref.finalize(private_apis, print, "finalized")
+private_apis.run_exit_handlers()
 print("end")
 """
     assert run_alone(code).split() == ["finalized", "run", "end"]
@@ -360,7 +362,7 @@ def test_an_optimizer_that_is_made_fused_later_is_as_one_that_was_made_so() -> N
     weight = nn.Parameter(torch.ones(2))
     later, fused = torch.optim.SGD([weight]), torch.optim.SGD([weight], fused=True)
     later.param_groups[0]["fused"] = True
-    internals.make_fused(later)
+    private_apis.make_fused(later)
     assert {name for name in vars(fused) if name.endswith(("scaling", "for_fused"))} <= vars(later).keys()
     weight.grad = torch.ones(2)
     later.step()
@@ -370,42 +372,44 @@ def test_an_optimizer_that_is_made_fused_later_is_as_one_that_was_made_so() -> N
 def test_workers_of_a_loader_end_when_they_are_to() -> None:
     iterator: Any = iter(DataLoader([1, 2], num_workers=1))
     (worker,) = iterator._workers
-    internals.end_workers(iterator)
+    private_apis.end_workers(iterator)
     assert not worker.is_alive()
 
 
 def test_threads_are_waited_for() -> None:
-    code = "import threading, time; from evenstep import internals\n"
-    code += "threading.Thread(target=lambda: (time.sleep(0.2), print('done'))).start(); internals.wait_for_threads()\n"
+    code = "import threading, time; from evenstep import private_apis\n"
+    code += (
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('done'))).start(); private_apis.wait_for_threads()\n"
+    )
     assert run_alone(f"{code}print('end')").split() == ["done", "end"]
 
 
 def test_the_generators_behind_random_and_numpy() -> None:
-    python, numpy = internals.global_generators()
+    python, numpy = private_apis.global_generators()
     assert random.random.__self__ is python  # type: ignore[attr-defined]
     assert np.random.rand.__self__ is numpy
 
 
 def test_the_state_of_pythons_generator_is_read_and_written_in_its_memory() -> None:
-    assert internals._python_words() is not None
+    assert private_apis._python_words() is not None
     random.seed(7)
     random.gauss(0, 1)
-    kept, public = internals.python_state(), random.getstate()
+    kept, public = private_apis.python_state(), random.getstate()
     drawn = [random.gauss(0, 1), random.random()]
-    assert internals.python_state() != kept
-    internals.set_python_state(kept)
+    assert private_apis.python_state() != kept
+    private_apis.set_python_state(kept)
     assert random.getstate() == public
     assert [random.gauss(0, 1), random.random()] == drawn
     for seed in (0, 7, 2**63 - 1):
         random.gauss(0, 1)
-        internals.seed_python(seed)
+        private_apis.seed_python(seed)
         ours = random.getstate()
         random.seed(seed)
         assert random.getstate() == ours
 
 
 def test_the_normal_number_that_numpy_keeps_is_read_and_written_in_its_memory() -> None:
-    normal = internals.numpy_normal()
+    normal = private_apis.numpy_normal()
     assert normal is not None
     np.random.seed(7)
     assert not any(normal)
@@ -420,15 +424,15 @@ def test_the_normal_number_that_numpy_keeps_is_read_and_written_in_its_memory() 
 
 def test_a_seeded_state_of_torchs_generator_is_that_of_seeding_it() -> None:
     torch.manual_seed(2**40 + 7)
-    assert internals.seeded_torch_state(2**40 + 7).equal(torch.get_rng_state())
+    assert private_apis.seeded_torch_state(2**40 + 7).equal(torch.get_rng_state())
 
 
 def test_processes_of_the_elastic_agent_before_and_after_their_start() -> None:
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
     assert "_pc" in Path(sys.modules[MultiprocessContext.__module__].__file__ or "").read_text()
-    assert internals.elastic_processes(SimpleNamespace(_pc=None)) == []
-    assert internals.elastic_processes(SimpleNamespace(_pc=SimpleNamespace(processes=[1]))) == [1]
+    assert private_apis.elastic_processes(SimpleNamespace(_pc=None)) == []
+    assert private_apis.elastic_processes(SimpleNamespace(_pc=SimpleNamespace(processes=[1]))) == [1]
 
 
 def run_in_child(target: Callable[..., Any], *args: Any) -> None:
@@ -445,6 +449,6 @@ def run_alone(code: str) -> str:
 
 def test_an_operator_declares_which_arguments_it_writes() -> None:
     ones, twos = torch.ones(2), torch.full((2,), 2.0)
-    assert internals.written_arguments(torch.ops.aten.add.Tensor, (ones, twos)) == []
-    (written,) = internals.written_arguments(torch.ops.aten.add_.Tensor, (ones, twos))
+    assert private_apis.written_arguments(torch.ops.aten.add.Tensor, (ones, twos)) == []
+    (written,) = private_apis.written_arguments(torch.ops.aten.add_.Tensor, (ones, twos))
     assert written is ones

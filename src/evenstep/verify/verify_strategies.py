@@ -9,38 +9,32 @@ from pathlib import Path
 
 from evenstep.errors import TrainingError
 from evenstep.launcher.prepare import Prepared
-from evenstep.plan import parse_link
+from evenstep.link_method import parse_link
 from evenstep.strategy_facts import REFERENCE
-from evenstep.verify.cause_tests import Case, find_cause, lies_in_task, only_in
+from evenstep.verify.causes import BATCH_DEPENDENT, Case, find_cause, lies_in_task, only_in
 from evenstep.verify.differences import (
     COARSE,
-    FALLBACK_TOLERANCE,
     FINE,
     STEP,
     Differ,
     Difference,
     Limit,
-    LinkLimit,
-    PerturbedLimit,
-    RoundingLimit,
     by_rounding,
     differs,
-    exact,
     fails,
     first_beyond,
     has_steps,
     is_loss,
     jumps,
     most,
-    parts_of,
     same,
     saved_as_trained,
     still,
     tensor_of,
 )
 from evenstep.verify.recorder import MOST_TRIED, Evidence, Failure
-from evenstep.verify.runs import Budget, Log, OutOfTime, Runs, one_device
-from evenstep.verify.task_causes import BATCH_DEPENDENT
+from evenstep.verify.run_configurations import Budget, Log, OutOfTime, Runs, one_device
+from evenstep.verify.tolerance import FALLBACK_TOLERANCE, LinkLimit, PerturbedLimit, RoundingLimit, exact, parts_of
 from evenstep.verify.verdict_table import Configuration, DifferenceCause, Verdict
 
 SKIPPED = (

@@ -17,7 +17,8 @@ from typing import Any
 from evenstep.errors import PlanError
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import free_name, label_of, prepare
-from evenstep.plan import LINKS, RUNS, parse_link
+from evenstep.link_method import LINKS, parse_link
+from evenstep.plan import RUNS
 from evenstep.record import Record
 from evenstep.strategy_facts import DEFAULT
 

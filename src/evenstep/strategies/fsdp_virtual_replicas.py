@@ -17,7 +17,7 @@ from torch import nn
 
 from evenstep.distributed.gradient_tree import Gradients, GradientTree, Layout
 from evenstep.distributed.world import World
-from evenstep.internals import fsdp_groups, gathered_parameter, give_shard
+from evenstep.private_apis import fsdp_groups, gathered_parameter, give_shard
 from evenstep.strategies.base import LossModule
 from evenstep.strategies.fsdp import COST, ShardedModel, Unreached
 from evenstep.strategies.fsdp_scalars import rows_of_ranks

@@ -1,7 +1,7 @@
 """ddp with virtual replicas: gradients are summed over processes in the order of one tree, and never averaged.
 
-On one machine's CPU the nodes of all processes are added in shared memory (sums.c). Elsewhere each process gets a slice
-of every node (all-to-all), adds them in the order of the tree, and sends the sum to all: the bytes of a ring.
+On one machine's CPU the nodes of all processes are added in shared memory (allreduce.c). Elsewhere each process gets a
+slice of every node (all-to-all), adds them in the order of the tree, and sends the sum to all: the bytes of a ring.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evenstep.distributed.shm.allreduce import Channel, open_channel
 from evenstep.distributed.shm.native import load
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError, TrainingError
-from evenstep.internals import refuse_different_shapes
+from evenstep.private_apis import refuse_different_shapes
 from evenstep.strategies.base import LossModule, fills_memory
 from evenstep.strategies.ddp import RankModel, can_average, send_buffers, send_from_rank_0, trained
 from evenstep.strategies.unused_parameters import UnusedNote, negative_zeros

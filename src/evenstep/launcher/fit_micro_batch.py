@@ -40,9 +40,9 @@ from evenstep.mesh import arrange
 from evenstep.plan import PLAN_FILE, RUNS, Plan, parse_devices, write_plan_file
 from evenstep.report.terminal import size
 from evenstep.sampling.batch_shares import in_proportion
-from evenstep.schema import check_choice
 from evenstep.strategy_facts import REFERENCE, STRATEGIES, StrategyFacts, usual_strategies
 from evenstep.task import has_several
+from evenstep.typed_values import check_choice
 
 MOST_PROBES = 3
 ROOMY = 0.6

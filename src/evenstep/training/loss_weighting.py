@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from evenstep.data.loader import MicroBatch
 from evenstep.distributed.world import World
-from evenstep.errors import TaskError
-from evenstep.internals import foreach_mul_
+from evenstep.private_apis import foreach_mul_
 from evenstep.task import Amount
+from evenstep.training.host_copy import DeviceTime, HostCopy
+from evenstep.training.logged_values import StepLogs
+from evenstep.training.loss_amount import as_pair, as_sum, at_least_one, check_pair, checked
 
 if TYPE_CHECKING:
     from evenstep.distributed.shm.allreduce import PendingSum
@@ -36,13 +36,6 @@ class PartialLoss:
         """[sum, count], on the host."""
         assert self.host is not None
         return as_pair(self.host.read(), self.micro_batch.num_samples)
-
-
-def as_pair(values: Any, num_samples: int) -> list[float]:
-    """[sum, count] of values on the host: that pair, or a mean over `num_samples`."""
-    if isinstance(values, list):
-        return values
-    return [values * num_samples if num_samples else 0.0, num_samples]
 
 
 class MeanLoss(float):
@@ -107,14 +100,14 @@ class LossTotal:
         """
         is_pair = isinstance(amount, tuple | list)
         if is_pair:
-            _check_pair(amount, "loss")
-        loss: torch.Tensor = _checked(amount[0] if is_pair else amount)
+            check_pair(amount, "loss")
+        loss: torch.Tensor = checked(amount[0] if is_pair else amount)
         kept = as_sum(amount, micro_batch.num_samples, "loss") if is_pair else loss.detach()
         self.parts.append(PartialLoss(micro_batch, kept, self.copy(kept)))
         weight = micro_batch.num_samples
         if is_pair and weight == self._num_samples and self._can_be_whole:
             # The whole batch: no other count is to come.
-            return loss / _at_least_one(amount[1]), 1.0
+            return loss / at_least_one(amount[1]), 1.0
         if is_pair:
             # The other ranks' counts are not known yet: divide by the samples now, and correct it after backward.
             self.is_late = True
@@ -256,106 +249,6 @@ def scale_gradients(gradients: list[torch.Tensor], factor: float | torch.Tensor)
         foreach_mul_(of_kind, factor.to(device, dtype, non_blocking=True))
 
 
-class StepLogs:
-    """What the losses of one step gave to `evenstep.log`; sums over processes travel with those of the loss.
-
-    `names` are those that all ranks know, in one order, from step to step. Where a rank has another one, the ranks
-    agree on it after the step, in two collectives more.
-    """
-
-    def __init__(self, world: World, names: list[str]) -> None:
-        self.names = names
-        self._sent_names = list(names)
-        """Those whose sums travel with this step's loss; when it is read, more may be known."""
-        self._world = world
-        self._own: list[tuple[str, torch.Tensor, HostCopy | None]] = []
-        self._sums: list[float] = []
-
-    def take(self, logged: list[tuple[str, Amount]], num_samples: int) -> None:
-        """Add what the loss of one micro-batch logged."""
-        for name, amount in logged:
-            pair = as_sum(amount, num_samples, name)
-            self._own.append((name, pair, HostCopy(pair) if self._world.size == 1 else None))
-
-    @property
-    def has_new(self) -> bool:
-        """Whether this rank has a name that not all know."""
-        return any(name not in self._sent_names for name in self.own_names())
-
-    @property
-    def has_known(self) -> bool:
-        """Whether sums of names travel with the loss."""
-        return bool(self._sent_names)
-
-    def own_names(self) -> list[str]:
-        """What the losses of this rank logged."""
-        return [name for name, _, _ in self._own]
-
-    def known(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """[sum, count] of each name that all ranks know, on the device."""
-        return self.sums_of(self._sent_names, like)
-
-    def sums_of(self, names: list[str], like: torch.Tensor) -> list[torch.Tensor]:
-        """[sum, count] of each of these names."""
-        return _pairs_of(names, self._own if self._world.counts else [], like)
-
-    def known_numbers(self) -> list[float]:
-        """The same on the host."""
-        return torch.cat(self.known(torch.zeros(1, dtype=torch.float64))).tolist() if self._sent_names else []
-
-    def take_sums(self, more: list[float]) -> None:
-        """What was sent beside the loss, summed over ranks; all ranks call this."""
-        has_new, *self._sums = more or [0.0]
-        if not has_new or self._world.communication.is_off:
-            return
-        every = self._world.gather(self.own_names())
-        found = dict.fromkeys(name for of_rank in every for name in of_rank)
-        new = [name for name in found if name not in self._sent_names]
-        table = torch.cat(self.sums_of(new, torch.zeros(1, dtype=torch.float64)))
-        work = self._world.total(table)
-        if work is not None:
-            work.wait()
-        self._sums += table.tolist()
-        self._sent_names += new
-        self.names += [name for name in new if name not in self.names]
-
-    def own_pairs(self) -> dict[str, list[list[float]]]:
-        """[sum, count] of each part of this process, by name."""
-        pairs: dict[str, list[list[float]]] = {}
-        for name, _, host in self._own:
-            assert host is not None
-            pairs.setdefault(name, []).append(host.read())
-        return pairs
-
-    def means(self) -> dict[str, float]:
-        """The mean of each name, over all that was counted; none of what no sample had."""
-        if self._world.size == 1:
-            return means_of(self.own_pairs())
-        return means_of({name: [self._sums[2 * index : 2 * index + 2]] for index, name in enumerate(self._sent_names)})
-
-
-def means_of(pairs: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
-    """The mean of each name, from [sum, count] of all its parts.
-
-    >>> means_of({"a": [[1.0, 2.0], [3.0, 2.0]], "b": [[0.0, 0.0]]})
-    {'a': 1.0}
-    """
-    # Threads add their parts in any order: fsum gives the same sum in each.
-    sums = {name: [math.fsum(column) for column in zip(*every, strict=True)] for name, every in pairs.items()}
-    return {name: total / count for name, (total, count) in sums.items() if count}
-
-
-def _pairs_of(
-    names: list[str], logged: list[tuple[str, torch.Tensor, HostCopy | None]], like: torch.Tensor
-) -> list[torch.Tensor]:
-    """[sum, count] of each name."""
-    pairs = {name: like.new_zeros(2) for name in names}
-    for name, pair, _ in logged:
-        if name in pairs:
-            pairs[name] = pairs[name] + pair.to(like)
-    return list(pairs.values())
-
-
 def not_finite(rank: int, per_replica: list[MicroBatch], pairs: list[list[float]]) -> list[str]:
     """The micro-batches whose sum is NaN or infinite, with their first sample ids."""
     return [
@@ -363,125 +256,3 @@ def not_finite(rank: int, per_replica: list[MicroBatch], pairs: list[list[float]
         for micro_batch, (total, _) in zip(per_replica, pairs, strict=True)
         if not math.isfinite(total)
     ]
-
-
-class DeviceTime:
-    """A point in time on the device: on a GPU, the host runs ahead of it."""
-
-    def __init__(self, world: World) -> None:
-        self._time = time.perf_counter()
-        self._event: torch.cuda.Event | None = None
-        if world.size > 1 and world.device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-
-    def seconds_since(self, earlier: DeviceTime) -> float:
-        """Both must have been reached by the device."""
-        if self._event is None or earlier._event is None:
-            return self._time - earlier._time
-        return float(earlier._event.elapsed_time(self._event)) / 1000
-
-
-class HostCopy:
-    """An asynchronous copy of a small tensor to the host, summed over processes if a world is given."""
-
-    def __init__(self, values: torch.Tensor, world: World | None = None) -> None:
-        self._work = world.total(values) if world is not None else None
-        self._values = self._on_gpu = values
-        self._event: torch.cuda.Event | None = None
-        if values.is_cuda:
-            # On a side stream: backward must not queue behind the slowest rank's forward.
-            stream = side_stream(values.device)
-            stream.wait_stream(torch.cuda.current_stream(values.device))
-            with torch.cuda.stream(stream):
-                if self._work is not None:
-                    self._work.wait()
-                self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-                self._values.copy_(values, non_blocking=True)
-                values.record_stream(stream)
-                self._event = torch.cuda.Event()
-                self._event.record(stream)
-
-    def join(self) -> torch.Tensor:
-        """The values on the GPU, for which the current stream waits."""
-        assert self._event is not None
-        torch.cuda.current_stream(self._on_gpu.device).wait_event(self._event)
-        return self._on_gpu
-
-    def read(self) -> Any:
-        """The values, as floats; waits until they have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        elif self._work is not None:
-            self._work.wait()
-        return self._values.tolist()
-
-
-_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of copies to the host: on that of the computation, they would delay the next kernel."""
-    if device not in _SIDE_STREAMS:
-        _SIDE_STREAMS[device] = torch.cuda.Stream(device)
-    return _SIDE_STREAMS[device]
-
-
-def as_sum(amount: Any, num_samples: int, what: str) -> torch.Tensor:
-    """[sum, count] of a mean over samples, of one value per sample, or of a pair (sum, count).
-
-    An empty micro-batch (`num_samples` 0) gives [0, 0].
-    """
-    # new_full, not new_tensor: copying a number to a GPU makes the host wait for the GPU.
-    if isinstance(amount, tuple | list):
-        _check_pair(amount, what)
-        total, count = torch.as_tensor(amount[0]).detach().reshape(()), amount[1]
-        if num_samples == 0:
-            return total.new_zeros(2, dtype=_wide(total))
-        total = total.to(_wide(total))
-        if isinstance(count, torch.Tensor):
-            return torch.stack([total, count.detach().to(total.device, total.dtype).reshape(())])
-        return torch.stack([total, total.new_full((), float(count))])
-    values = torch.as_tensor(amount).detach()
-    if num_samples == 0:
-        # The mean of an empty tensor is NaN, and NaN times 0 is not 0.
-        return values.new_zeros(2, dtype=_wide(values))
-    values = values.to(_wide(values))
-    if values.ndim == 0:
-        return torch.stack([values * num_samples, values.new_full((), num_samples)])
-    return torch.stack([values.sum(), values.new_full((), values.numel())])
-
-
-def _at_least_one(count: Any) -> Any:
-    """A count to divide by; of a batch that counts nothing, the sum is zero already."""
-    if isinstance(count, torch.Tensor):
-        return torch.where(count == 0, torch.ones_like(count), count).reshape(())
-    return count or 1
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
-
-
-def _check_pair(amount: Any, what: str) -> None:
-    if len(amount) != 2:
-        raise TaskError(f"{what} returned {len(amount)} values; return a mean, or a pair (sum, count)")
-    count = amount[1]
-    if isinstance(count, torch.Tensor) and count.numel() != 1:
-        raise TaskError(f"the count of {what} has shape {tuple(count.shape)}; it is one number, such as its sum()")
-    if not isinstance(count, torch.Tensor | int | float):
-        raise TaskError(f"the count of {what} is a {type(count).__name__}; it is one number, such as len(batch)")
-
-
-def _checked(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor):
-        raise TaskError(
-            f"the loss is a {type(loss).__name__}; return a tensor: the mean over the batch, or (sum, count)"
-        )
-    if loss.numel() != 1:
-        raise TaskError(
-            f"the loss has shape {tuple(loss.shape)}; it must be one number: its mean, or a pair (its sum, its count)"
-        )
-    if not loss.requires_grad:
-        raise TaskError("the loss has no gradient; it must depend on the model's parameters (no detach, no .item())")
-    return loss if loss.ndim == 0 else loss.reshape(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 import traceback
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from torch import nn
 
 from evenstep.checkpoint.shards import is_sharded
 from evenstep.data.nested import map_tensors
-from evenstep.internals import BatchNorm
-from evenstep.monitor.known_errors import Situation, largest_that_fits
+from evenstep.monitor.known_errors import Situation, is_out_of_memory
 from evenstep.plan import IN_THIS_PROCESS, Plan
+from evenstep.private_apis import BatchNorm
+from evenstep.strategy_facts import sharding
 from evenstep.task import Amount, Batch, Model
 
 
@@ -75,3 +77,55 @@ def _trial(step: FailedStep, weights: list[nn.Parameter]) -> Callable[[int], Non
         torch.cuda.synchronize(step.device)
 
     return try_micro_batch
+
+
+def largest_that_fits(try_micro: Callable[[int], None], micro: int) -> int | None:
+    """The first of micro//2, micro//4 ... 1 samples at once with which `try_micro` has enough memory; None if none.
+
+    Call it outside the `except` block of the failure: a traceback keeps the tensors of its frames alive.
+    """
+    while micro > 1:
+        micro //= 2
+        _empty_caches()
+        if _has_room(try_micro, micro):
+            return micro
+    return None
+
+
+def _has_room(try_micro: Callable[[int], None], micro: int) -> bool:
+    try:
+        try_micro(micro)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def _empty_caches() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def fewer_samples(situation: Situation) -> str:
+    """The advice after it: the micro-batch that fits, as --accumulate."""
+    if situation.fits and situation.share:
+        now = -(-situation.share // situation.accumulate)
+        needed = -(-situation.share // situation.fits)
+        same = "the result stays the same" + (
+            ", but for BatchNorm, which sees fewer samples at once" if situation.has_batchnorm else ""
+        )
+        return (
+            f"It fits with --accumulate {needed} ({-(-situation.share // needed)} samples at once instead of {now}; "
+            f"tried): {same}"
+        )
+    if situation.was_tried:
+        return (
+            f"Not even one sample at once fits (tried): try --precision bf16, --strategy {sharding()} over more "
+            "devices, or --checkpoint-activations"
+        )
+    return (
+        f"Try --accumulate {2 * situation.accumulate}: half as many samples at once, and the same result. Or "
+        f"--precision bf16, or --strategy {sharding()}"
+    )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from evenstep.checkpoint.shards import is_any_sharded
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import (
+from evenstep.private_apis import (
     infinity_flags,
 )
 from evenstep.strategies.base import NOTHING, forget_gradients, update

@@ -21,7 +21,7 @@ from evenstep.checkpoint.state_dict import whole
 from evenstep.distributed.parameter_slices import cuts, is_slice
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.internals import (
+from evenstep.private_apis import (
     hooks_after_steps,
     hooks_before_steps,
 )

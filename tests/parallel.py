@@ -112,7 +112,9 @@ class Processes:
     def _on_next(self, connection: Connection, _: None) -> None:
         numbers = self.units.pop() if self.units and not self._is_over else []
         self.running[connection].numbers += numbers
-        connection.send(numbers)
+        # The message to stop, which crossed this request, may have ended the process; _bury comes next.
+        with suppress(ConnectionError):
+            connection.send(numbers)
 
     def _on_report(self, _: Connection, content: dict[str, Any]) -> None:
         hook = self.session.config.hook

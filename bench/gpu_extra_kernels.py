@@ -101,7 +101,7 @@ def compare(name: str) -> None:
         took = {label: microseconds(racer.advance, TIMED) for label, racer in made.items()}
         print("  wall clock: " + ", ".join(f"{label} {us:.1f} us" for label, us in took.items()), flush=True)
     # Our optimizer step leaves the lists of its own to torch under a profiler, which wants torch's spans.
-    with patch("evenstep.training.optimizer_step.is_profiling", return_value=False):
+    with patch("evenstep.training.fused_optimizer.is_profiling", return_value=False):
         found = {}
         for label, racer in made.items():
             racer.advance(5)

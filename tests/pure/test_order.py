@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -158,3 +160,17 @@ def test_spans_walk_each_epoch_once_and_never_cross_into_the_next(
         position += len(span)
     every = [(epoch, place) for epoch in (first_epoch, first_epoch + 1) for place in range(lengths.of(epoch) or 0)]
     assert places == every[first_place:]
+
+
+def test_the_beginning_of_an_epoch_can_be_computed_ahead_once() -> None:
+    requested = []
+    order = shuffled(100, seed=1)
+    find = order.find
+    counted = replace(order, find=lambda *where: (requested.append(where), find(*where))[1], _kept={})
+    counted.prepare(3)
+    assert requested == [(3, 0, 100)]
+    assert epoch_of(counted, 3) == epoch_of(order, 3)
+    assert len(requested) == 1
+    # An order whose epochs may depend on what happens before them is left until it is requested.
+    replace(counted, in_blocks=False).prepare(4)
+    assert len(requested) == 1

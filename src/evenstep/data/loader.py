@@ -210,6 +210,11 @@ class Loader:
             spans.begin(INPUT)
         return batch
 
+    def prepare(self, epoch: int) -> None:
+        """Compute the order of an epoch while a GPU still trains in the one before; prefetching does so anyway."""
+        if self.order is not None and not self._copies and not self._num_workers:
+            self.order.prepare(epoch)
+
     def whole_pass(self) -> Iterator[Batch]:
         """Every sample that the order uses, once, unchanged, in the order of the data; the position does not move."""
         if self._whole is not None and self._whole.split is not self.split:

@@ -99,6 +99,11 @@ class Order:
         parts = [self._block(span.epoch, number, size) for number in range(first, last + 1)]
         return np.concatenate(parts)[span.start - first * size : span.stop - first * size]
 
+    def prepare(self, epoch: int) -> None:
+        """Compute the beginning of an epoch before its first batch is requested, if it depends on the seed alone."""
+        if self.in_blocks and self.lengths.of(epoch):
+            self._block(epoch, 0, BLOCK)
+
     def drop_last(self, batch: int) -> Order:
         """The same order without an incomplete last batch; positions are then valid for this batch size only."""
         kept = self.lengths.whole_batches(batch)

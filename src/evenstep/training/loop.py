@@ -72,6 +72,8 @@ def train(
                     epoch_samples=run.loader.lengths.of(batch.span.epoch) or 0,
                 )
                 pending.append((taken, step, batch.ids.tolist() if plan.audit else []))
+                if stepper.lag and batch.is_epoch_end and not ends:
+                    run.loader.prepare(batch.span.epoch + 1)
                 while len(pending) > (0 if is_last or requests.stop or requests.save else stepper.lag):
                     row = _known(*pending[0])
                     pending.popleft()

@@ -79,6 +79,8 @@ class Ahead:
         self._pinned: dict[tuple[str, torch.dtype, torch.Size], list[torch.Tensor]] = {}
         self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(SLOTS)]
         """Of each step: a place on the host, and the values, whose memory is kept until they have been copied."""
+        self._waits_for_host = False
+        """Whether the GPU had finished, when the host came to wait for it."""
 
     def add(self, step: Running) -> None:
         """A step was launched; wait for the one `LAG` steps before it."""
@@ -89,16 +91,20 @@ class Ahead:
         self._copies[self.number % SLOTS] = []
         self._running.append(step)
         if len(self._running) > LAG:
+            first = self._running.popleft()
+            self._waits_for_host = first.event.query()
             # The host waits here, for less than a step, and not where a loss is read.
-            self._running.popleft().arrive()
+            first.arrive()
 
     def _record(self, event: torch.cuda.Event) -> None:
         """Let the event be that of the end of the step, with its copies to the host."""
         copies = self._copies[self.number % SLOTS]
-        if not copies:
+        if not copies or self._waits_for_host:
+            for host, values in copies:
+                host.copy_(values, non_blocking=True)
             event.record()
             return
-        # On the stream of the computation, the next step would wait for a copy: 9 us.
+        # On the stream of the computation, the next step would wait for a copy: 9 us. Another stream takes the host 40.
         stream, reached = side_stream(copies[0][1].device), self._reached[self.number % SLOTS]
         reached.record()
         stream.wait_event(reached)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from evenstep.checkpoint import files
+from evenstep.checkpoint import files, integrity
 from tests.faults.runs import TASK, audit, nothing_is_left, saved_step, weights
 
 STEPS = 60
@@ -108,11 +108,11 @@ class Training:
 
     def _is_done(self) -> bool:
         """Whether a launcher was killed after the last step was saved."""
-        is_saved = files.whole(Path("runs", self.names[-1], files.FOLDER))
+        is_saved = integrity.whole(Path("runs", self.names[-1], files.FOLDER))
         return bool(is_saved) and saved_step(self.names[-1]) == STEPS
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Path]:
-        self.names = [name for name in self.names if files.whole(Path("runs", name, files.FOLDER))]
+        self.names = [name for name in self.names if integrity.whole(Path("runs", name, files.FOLDER))]
         resume = ("--resume", f"runs/{self.names[-1]}") if self.names else ()
         self.starts += 1
         name = f"{self.number}-{self.starts}"

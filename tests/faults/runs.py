@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from evenstep.checkpoint import files
+from evenstep.checkpoint import files, integrity
 from evenstep.record import Record
 from tests.more_flags import more_flags
 from tests.waiting import wait_until
@@ -95,7 +95,7 @@ def weights(name: str = "one", folder: Path = Path()) -> bytes:
 
 def saved_step(name: str = "one") -> int:
     """The step of the newest checkpoint, after a look at every byte of it."""
-    path, _ = files.find(f"runs/{name}")
+    path, _ = integrity.find(f"runs/{name}")
     return int(files.read_state(path)["step"])
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import evenstep
-from evenstep.checkpoint import files
+from evenstep.checkpoint import atomic_write, files, integrity
 from evenstep.errors import SaveFailed
 
 
@@ -58,9 +58,9 @@ def main(folder: Path) -> None:
         ours, theirs = (load_file(one / files.WEIGHTS) for one in (first, second))
         seen["gathered_is_same"] = all(torch.equal(ours[name], theirs[name]) for name in ours)
 
-    files.LARGE_BYTES = 1
-    finish = files.finish
-    files.finish = lambda *given: (time.sleep(1), finish(*given))[1]
+    atomic_write.LARGE_BYTES = 1
+    finish = atomic_write.finish
+    atomic_write.finish = lambda *given: (time.sleep(1), finish(*given))[1]
     third = run.save(folder / "later", in_background=True)
     seen["is_there_at_once"] = third.exists()
     run.settle()
@@ -80,7 +80,7 @@ def main(folder: Path) -> None:
         kept.append(os.stat(written / files.OPTIMIZER).st_ino)
     seen["written_over"] = kept[2:] == kept[:2]
     if main_rank:
-        files.verify(written)
+        integrity.verify(written)
         moments = load_file(written / files.OPTIMIZER)
         first_moments = load_file(first / files.OPTIMIZER)
         seen["written_over_is_same"] = all(torch.equal(moments[name], first_moments[name]) for name in first_moments)
@@ -92,11 +92,11 @@ def main(folder: Path) -> None:
     fourth = run.save(folder / "read", in_background=True, note="read")
     seen["loaded"] = team.world.gather(run.load(folder / "read").get("note"))
 
-    files.finish = failing("disk full")
+    atomic_write.finish = failing("disk full")
     run.save(folder / "failed", in_background=True)
     seen["failures"] = team.world.gather(failure(lambda: run.save(folder / "failed")))
     seen["saved_before"] = run._saved == fourth
-    files.finish = finish
+    atomic_write.finish = finish
 
     pwrite = os.pwrite
     if not main_rank:

@@ -16,7 +16,7 @@ from evenstep.plan import Plan, read_plan
 from evenstep.record import Record
 from evenstep.task import Task, call_task
 from evenstep.task_options import parse_options, read_options
-from evenstep.trackers.points import hyperparameters
+from evenstep.trackers.once_per_step import hyperparameters
 
 TASK = '''
 from __future__ import annotations

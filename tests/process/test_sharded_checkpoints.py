@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from evenstep.checkpoint import files
+from evenstep.checkpoint import atomic_write, files, integrity
 from evenstep.checkpoint.sharded_safetensors import TensorFile, stored_tensors
 from evenstep.errors import CheckpointError
 from evenstep.plan import Plan
@@ -128,7 +128,7 @@ def test_after_a_tensor_that_cannot_be_written_the_others_are(tmp_path: Path) ->
 
 def test_no_two_checkpoints_are_written_to_folders_of_one_name(tmp_path: Path) -> None:
     """A rank on another machine that finds a folder of this name there takes it for this one."""
-    assert files.begin(tmp_path, 1) != files.begin(tmp_path, 1)
+    assert atomic_write.begin(tmp_path, 1) != atomic_write.begin(tmp_path, 1)
 
 
 def test_a_rank_that_cannot_write_stops_all_and_leaves_nothing(seen: dict[str, object]) -> None:
@@ -138,10 +138,10 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_nothing(seen: dict[str, o
 
 def test_a_killed_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """The files of a checkpoint that was begun are not one, and the next save removes them."""
-    files.write(tmp_path, 1, {name: lambda path: path.write_text("{}") for name in (files.WEIGHTS, files.STATE)})
-    beside = files.begin(tmp_path, 2)
+    atomic_write.write(tmp_path, 1, {name: lambda path: path.write_text("{}") for name in (files.WEIGHTS, files.STATE)})
+    beside = atomic_write.begin(tmp_path, 2)
     TensorFile({"w": torch.ones(3)}).create(beside / files.WEIGHTS)
-    assert [path.name for path in files.whole(tmp_path)] == [files.step_name(1)]
-    files.prune(tmp_path, 2)
+    assert [path.name for path in integrity.whole(tmp_path)] == [files.step_name(1)]
+    atomic_write.prune(tmp_path, 2)
     assert not beside.exists()
     assert os.readlink(tmp_path / "latest") == files.step_name(1)

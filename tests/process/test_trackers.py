@@ -20,7 +20,7 @@ from evenstep.errors import PlanError
 from evenstep.plan import Plan
 from evenstep.record import RecordWriter, Step
 from evenstep.trackers import check_installed, how_to_look
-from evenstep.trackers.points import whole_history
+from evenstep.trackers.once_per_step import whole_history
 from evenstep.trackers.tracker_process import Feed, is_followed, read_state, start_follower
 from tests.process import traced_task
 from tests.process.traced_task import task

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from evenstep.checkpoint import files
+from evenstep.checkpoint import atomic_write, files, integrity
 from evenstep.errors import CheckpointError
 from evenstep.record import Evaluation, Tally
 from tests.pure.conftest import Ended
@@ -33,7 +33,7 @@ def state(step: int, **changes: object) -> dict[str, object]:
 def save(step: int, **changes: object) -> Path:
     """A small real checkpoint."""
     weights = {"layer.weight": torch.full((3, 4), float(step)), "layer.scale": torch.tensor(1.5)}
-    return files.write(
+    return atomic_write.write(
         FOLDER,
         step,
         {
@@ -84,10 +84,10 @@ damaged_in_any_way = pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage
 
 def test_a_checkpoint_is_whole_and_found_by_any_of_its_names() -> None:
     path = save(3)
-    files.verify(path)
+    integrity.verify(path)
     assert files.read_state(path)["step"] == 3
     for name in ("runs/one", FOLDER, FOLDER / "latest", path):
-        assert files.find(str(name)) == (path.resolve(), [])
+        assert integrity.find(str(name)) == (path.resolve(), [])
     assert files.tensor_table(path / files.WEIGHTS) == {
         "layer.weight": ("F32", [3, 4]),
         "layer.scale": ("F32", []),
@@ -120,7 +120,7 @@ def test_damage_is_refused_by_name(damage: Callable[[Path], None]) -> None:
     path = save(3)
     damage(path)
     with pytest.raises(CheckpointError) as refused:
-        files.verify(path)
+        integrity.verify(path)
     assert str(refused.value).startswith(f"{path} {DAMAGE[damage]}")
 
 
@@ -128,7 +128,7 @@ def test_damage_is_refused_by_name(damage: Callable[[Path], None]) -> None:
 def test_the_one_before_is_used_and_a_warning_names_the_damaged_one(damage: Callable[[Path], None]) -> None:
     older, newest = save(3), save(6)
     damage(newest)
-    found, (warning,) = files.find("runs/one")
+    found, (warning,) = integrity.find("runs/one")
     assert found == older.resolve()
     assert warning.startswith(f"{newest} {DAMAGE[damage]}")
     assert warning.endswith("; using the one before it")
@@ -139,7 +139,7 @@ def test_nothing_is_used_when_all_are_damaged(damage: Callable[[Path], None]) ->
     for step in (3, 6):
         damage(save(step))
     with pytest.raises(CheckpointError, match=r"no whole checkpoint in runs/one; .*step-00000006 is") as refused:
-        files.find("runs/one")
+        integrity.find("runs/one")
     assert "using the one before" not in str(refused.value)
 
 
@@ -150,11 +150,11 @@ def test_what_is_no_checkpoint_is_refused() -> None:
         CheckpointError,
         match="runs/empty is neither a checkpoint nor a run folder with one",
     ):
-        files.find("runs/empty")
+        integrity.find("runs/empty")
     with pytest.raises(CheckpointError, match=r"notes\.txt is neither a checkpoint nor a run folder with one"):
-        files.find("notes.txt")
+        integrity.find("notes.txt")
     with pytest.raises(CheckpointError, match="runs/gone does not exist; give a run folder, such as runs/"):
-        files.find("runs/gone")
+        integrity.find("runs/gone")
 
 
 def test_a_newer_format_is_refused_with_the_version_that_wrote_it() -> None:
@@ -163,13 +163,13 @@ def test_a_newer_format_is_refused_with_the_version_that_wrote_it() -> None:
     with pytest.raises(CheckpointError, match=message):
         files.read_state(path)
     with pytest.raises(CheckpointError, match=message):
-        files.find("runs/one")
+        integrity.find("runs/one")
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", ""])
 def test_a_state_that_is_no_json_table_is_refused_although_its_sum_is_right(content: str) -> None:
     older = save(3)
-    path = files.write(
+    path = atomic_write.write(
         FOLDER,
         6,
         {
@@ -179,7 +179,7 @@ def test_a_state_that_is_no_json_table_is_refused_although_its_sum_is_right(cont
     )
     with pytest.raises(CheckpointError, match=r"step-00000006/state\.json is not a state of a checkpoint: "):
         files.read_state(path)
-    assert files.find("runs/one")[0] == older.resolve()
+    assert integrity.find("runs/one")[0] == older.resolve()
 
 
 @pytest.mark.parametrize(
@@ -210,21 +210,21 @@ def test_a_file_outside_the_checkpoint_is_never_read() -> None:
         sums.write(f"{'0' * 64}  ../../../secret\n")
     Path("secret").write_text("s")
     with pytest.raises(CheckpointError, match="secret is missing"):
-        files.verify(path)
+        integrity.verify(path)
 
 
 def test_the_last_ones_the_best_one_and_the_latest_one_are_kept() -> None:
     for step in range(1, 7):
         save(step)
         if step == 2:
-            files.point(FOLDER, "best", "step-00000002")
-        files.prune(FOLDER, keep=2)
-    assert [path.name for path in files.whole(FOLDER)] == ["step-00000002", "step-00000005", "step-00000006"]
+            atomic_write.point(FOLDER, "best", "step-00000002")
+        atomic_write.prune(FOLDER, keep=2)
+    assert [path.name for path in integrity.whole(FOLDER)] == ["step-00000002", "step-00000005", "step-00000006"]
     assert os.readlink(FOLDER / "latest") == "step-00000006"
     assert os.readlink(FOLDER / "best") == "step-00000002"
-    files.point(FOLDER, "best", "step-00000006")
-    files.prune(FOLDER, keep=1)
-    assert [path.name for path in files.whole(FOLDER)] == ["step-00000006"]
+    atomic_write.point(FOLDER, "best", "step-00000006")
+    atomic_write.prune(FOLDER, keep=1)
+    assert [path.name for path in integrity.whole(FOLDER)] == ["step-00000006"]
 
 
 def fill_and_fail(file: Path) -> None:
@@ -235,9 +235,9 @@ def fill_and_fail(file: Path) -> None:
 def test_the_newest_is_the_one_with_the_highest_step_also_where_its_name_is_longer() -> None:
     for step in (99_999_999, 100_000_000, 100_000_001):
         save(step)
-    assert files.find("runs/one")[0].name == "step-100000001"
-    files.prune(FOLDER, keep=2)
-    assert [path.name for path in files.whole(FOLDER)] == ["step-100000000", "step-100000001"]
+    assert integrity.find("runs/one")[0].name == "step-100000001"
+    atomic_write.prune(FOLDER, keep=2)
+    assert [path.name for path in integrity.whole(FOLDER)] == ["step-100000000", "step-100000001"]
 
 
 @pytest.mark.parametrize("step", [3, 6], ids=["over an older one", "as a new one"])
@@ -245,15 +245,15 @@ def test_a_save_that_fails_leaves_the_older_ones_and_no_trace(step: int) -> None
     older = save(3)
     before = sorted(os.listdir(FOLDER))
     with pytest.raises(OSError, match="No space left"):
-        files.write(FOLDER, step, {files.WEIGHTS: lambda file: save_file({}, file), "more": fill_and_fail})
+        atomic_write.write(FOLDER, step, {files.WEIGHTS: lambda file: save_file({}, file), "more": fill_and_fail})
     assert sorted(os.listdir(FOLDER)) == before == ["latest", "step-00000003"]
-    assert files.find("runs/one") == (older.resolve(), [])
+    assert integrity.find("runs/one") == (older.resolve(), [])
 
 
 def test_a_step_saved_twice_is_the_second_one() -> None:
     save(3, valid={"loss": 2.0})
     path = save(3, valid={"loss": 1.0})
-    files.verify(path)
+    integrity.verify(path)
     assert files.read_state(path)["valid"] == {"loss": 1.0}
     assert sorted(os.listdir(FOLDER)) == ["latest", "step-00000003"]
 
@@ -263,7 +263,7 @@ def test_what_a_killed_process_left_is_not_in_the_way() -> None:
     # Killed while it wrote, with a process id that is ours now; and killed between its two renames.
     shutil.copytree(path, FOLDER / f".{path.name}.{os.getpid()}")
     shutil.copytree(path, FOLDER / f".{path.name}.replaced")
-    files.verify(save(3))
+    integrity.verify(save(3))
     assert sorted(os.listdir(FOLDER)) == ["latest", "step-00000003"]
 
 
@@ -326,21 +326,21 @@ def test_what_a_restart_must_know_is_refused_where_it_is_damaged(damage: dict[st
 
 @pytest.fixture
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LARGE_BYTES", 1)
+    monkeypatch.setattr(atomic_write, "LARGE_BYTES", 1)
 
 
 def saved(step: int, content: bytes, keep: int = 1) -> tuple[Path, int]:
     """A checkpoint whose weights are written over a spare file, if there is one; and the inode of the file."""
     folder = Path("checkpoints")
-    beside = files.begin(folder, step)
-    spare = files.take_spare(folder, files.WEIGHTS, len(content))
+    beside = atomic_write.begin(folder, step)
+    spare = atomic_write.take_spare(folder, files.WEIGHTS, len(content))
     if spare is not None:
         spare.rename(beside / files.WEIGHTS)
-    files.drop_spare(folder)
+    atomic_write.drop_spare(folder)
     with (beside / files.WEIGHTS).open("r+b" if spare is not None else "xb") as file:
         file.write(content)
-    final = files.finish(beside, step)
-    files.prune(folder, keep)
+    final = atomic_write.finish(beside, step)
+    atomic_write.prune(folder, keep)
     return final, (final / files.WEIGHTS).stat().st_ino
 
 
@@ -350,7 +350,7 @@ def test_a_large_checkpoint_is_written_over_one_that_would_be_deleted() -> None:
     # The first to be deleted is that of step 1, when that of step 2 is there.
     assert inodes[2:] == inodes[:3]
     assert (Path("checkpoints/latest") / files.WEIGHTS).read_bytes() == bytes([5]) * 100
-    assert [path.name for path in files.whole(Path("checkpoints"))] == [files.step_name(5)]
+    assert [path.name for path in integrity.whole(Path("checkpoints"))] == [files.step_name(5)]
 
 
 @pytest.mark.usefixtures("_small_is_large")

@@ -94,7 +94,13 @@ MAY_IMPORT = {
     "__init__": {*VALUES, "sampling", "data", "checkpoint", "training", "launcher", "adopt"},
 }
 TORCH_FREE = {*VALUES, "private_apis", "sampling", "audit", "report", "predict", "trackers", "cli", "__init__"}
-FILES_WITHOUT_TORCH = {"checkpoint/files.py", "distributed/worker_process.py", "distributed/heartbeat.py"}
+FILES_WITHOUT_TORCH = {
+    "checkpoint/atomic_write.py",
+    "checkpoint/files.py",
+    "checkpoint/integrity.py",
+    "distributed/worker_process.py",
+    "distributed/heartbeat.py",
+}
 
 
 def layer(file: Path) -> str:

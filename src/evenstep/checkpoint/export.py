@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from evenstep.checkpoint import files
+from evenstep.checkpoint import files, integrity
 from evenstep.checkpoint.model_card import README, write_readme
 from evenstep.checkpoint.sharded_safetensors import StoredTensor, TensorFile, stored_tensors
 from evenstep.checkpoint.state_dict import load_weights
@@ -31,7 +31,7 @@ def load_model(where: str | Path, task: AnyTask = None, instead: str = "") -> An
     With an average of the weights (`ema`), it has that, as in evaluations. The task that the checkpoint names is
     imported if it lies in the working folder; `instead` tells how to name another.
     """
-    path, _ = files.find(str(where))
+    path, _ = integrity.find(str(where))
     saved = files.read_state(path).get("plan")
     plan = Plan.from_json(saved) if saved else None
     if task is None:
@@ -76,7 +76,7 @@ def export(where: str | Path, to: str, folder: Path, task: AnyTask = None) -> li
     try:
         beside.mkdir(parents=True)
         model = writers[to](beside)
-        write_readme(files.find(str(where))[0], beside, to, model)
+        write_readme(integrity.find(str(where))[0], beside, to, model)
         return _move(beside, folder)
     except OSError as error:
         raise CheckpointError(f"{shorten(str(folder))} cannot be written: {error.strerror or error}") from error
@@ -85,7 +85,7 @@ def export(where: str | Path, to: str, folder: Path, task: AnyTask = None) -> li
 
 
 def _weights(where: str | Path) -> Stored:
-    path, _ = files.find(str(where))
+    path, _ = integrity.find(str(where))
     return _evaluated_weights(path)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-from evenstep.checkpoint import files
+from evenstep.checkpoint import atomic_write
 from evenstep.checkpoint.sharded_safetensors import TensorFile
 from evenstep.distributed.world import World
 
@@ -66,8 +66,8 @@ class AfterSaving:
     def point(self, path: Path) -> None:
         """Move `best` to it, and delete old ones."""
         if self.is_best:
-            files.point(path.parent, "best", path.name)
-        files.prune(path.parent, self.keep)
+            atomic_write.point(path.parent, "best", path.name)
+        atomic_write.prune(path.parent, self.keep)
 
 
 class Finishing:
@@ -86,9 +86,9 @@ class Finishing:
     def run(self) -> None:
         """Hash, flush and rename; `problem` says what failed."""
         try:
-            self._then(files.finish(self._beside, self._step))
+            self._then(atomic_write.finish(self._beside, self._step))
         except Exception as error:
-            files.remove(self._beside)
+            atomic_write.remove(self._beside)
             self.problem = f"{type(error).__name__}: {error}"
 
     def wait(self) -> None:

@@ -73,11 +73,11 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Check that a checkpoint is complete, and show what it holds; exit code 2 if it is damaged."""
-    from evenstep.checkpoint import files
+    from evenstep.checkpoint import files, integrity
     from evenstep.report.terminal import plain
 
     refuse_study(path)
-    found, warnings = files.find(str(path))
+    found, warnings = integrity.find(str(path))
     state = files.read_state(found)
     tensors = files.tensor_table(found / files.WEIGHTS)
     facts: dict[str, Any] = {

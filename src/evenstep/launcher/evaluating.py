@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evenstep.checkpoint import files
+from evenstep.checkpoint import files, integrity
 from evenstep.errors import CheckpointError, Preempted
 from evenstep.launcher.launch import run_in_processes
 from evenstep.launcher.prepare import named_task, prepare
@@ -34,7 +34,7 @@ def evaluate(
     where: str, source: str | None, choices: Mapping[str, Any], log: Callable[[list[str]], None]
 ) -> EvaluatedCheckpoint:
     """Evaluate a run's newest checkpoint, or the given one, by its own plan but for the choices."""
-    path, notes = files.find(where)
+    path, notes = integrity.find(where)
     state = files.read_state(path)
     plan = state.get("plan")
     if not plan:

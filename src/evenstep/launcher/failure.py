@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from evenstep.checkpoint import files
+from evenstep.checkpoint import files, integrity
 from evenstep.distributed.heartbeat import HeartbeatState
 from evenstep.distributed.worker_process import signal_name
 from evenstep.errors import BadInput, EvenstepError, Stalled, WorkerFailed, shorten
@@ -200,13 +200,13 @@ def _exception(cause: Cause) -> str:
 def where_to_look(run_folder: Path) -> str:
     """The last lines of every report."""
     logs = f"full logs: {run_folder / 'logs'}"
-    saved = files.whole(run_folder / files.FOLDER)
+    saved = integrity.whole(run_folder / files.FOLDER)
     return f"{logs}\ncontinue from {saved[-1].name}: add --resume {run_folder}" if saved else logs
 
 
 def stopped_where(run_folder: Path) -> str:
     """The last line of a run that was stopped with Ctrl-C."""
-    saved = files.whole(run_folder / files.FOLDER)
+    saved = integrity.whole(run_folder / files.FOLDER)
     if not (run_folder / FILE).exists():
         return "stopped before the first step"
     if not saved:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 import torch
 
-from evenstep.checkpoint import files
+from evenstep.checkpoint import files, integrity
 from evenstep.data.prefetch import explain_worker_death
 from evenstep.distributed.devices import count_processes, share_threads, threads_for_replicas
 from evenstep.distributed.worker_process import read_rank, worker_spec
@@ -177,7 +177,7 @@ def _begun(source: Source, chosen: Mapping[str, Any], continues: bool) -> Prepar
     prepared = prepare_from_plan(read_plan(folder), source, chosen)
     plan = prepared.plan
     try:
-        resume, notes = files.find(str(folder))
+        resume, notes = integrity.find(str(folder))
     except CheckpointError:
         return replace(prepared, num_steps=plan.num_steps(prepared.lengths))
     num_steps = plan.num_steps(prepared.lengths, *files.start_of(str(resume)))

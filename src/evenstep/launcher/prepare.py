@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from evenstep.checkpoint import files
+from evenstep.checkpoint import files, integrity
 from evenstep.data.adapt import AdaptedData, adapt_train, adapt_valid
 from evenstep.distributed.devices import check_devices, choose_devices, num_cores
 from evenstep.errors import PlanError, TaskError, shorten
@@ -366,7 +366,7 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
         _refuse_foreign_resume(base["resume"], chosen, str(repeated))
     resume = chosen.get("resume")
     if resume is not None and not os.path.isfile(resume):
-        path, _ = files.find(str(resume))
+        path, _ = integrity.find(str(resume))
         # A custom loop saves no plan.
         saved = files.read_state(path).get("plan")
         base |= Plan.from_json(saved).to_json() if saved else {}
@@ -454,7 +454,7 @@ def _resumed(plan: Plan) -> tuple[Plan, list[str]]:
         return plan, []
     if os.path.isfile(plan.resume):
         return replace(plan, resume=str(Path(plan.resume).resolve())), []
-    path, notes = files.find(plan.resume)
+    path, notes = integrity.find(plan.resume)
     return replace(plan, resume=str(path)), notes
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from evenstep.checkpoint import files
+from evenstep.checkpoint import files, integrity
 from evenstep.distributed.cgroups import MemoryWatch
 from evenstep.distributed.heartbeat import ENDING, Heartbeats, HeartbeatState, make_heartbeats
 from evenstep.distributed.preemption import SIGNALS, handling_signals
@@ -206,9 +206,9 @@ class Supervisor:
         """The newest complete checkpoint of this run, and notes about newer ones that cannot be used."""
         folder = self.launch.folder
         try:
-            path, notes = files.find(str(folder))
+            path, notes = integrity.find(str(folder))
         except CheckpointError as error:
-            return None, [str(error)] if files.whole(folder / files.FOLDER) else []
+            return None, [str(error)] if integrity.whole(folder / files.FOLDER) else []
         return str(path), notes
 
 

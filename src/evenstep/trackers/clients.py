@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from evenstep.plan import Plan
 from evenstep.record import Start
-from evenstep.trackers.points import (
+from evenstep.trackers.once_per_step import (
     OncePerStep,
     Outcome,
     Point,

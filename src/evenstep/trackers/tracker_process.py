@@ -29,7 +29,7 @@ from evenstep.plan import Plan
 from evenstep.record import FILE, Record, Start, is_written, rows
 from evenstep.trackers import how_to_look
 from evenstep.trackers.clients import CLIENTS, Client, TrackedRun
-from evenstep.trackers.points import Outcome, PointReader
+from evenstep.trackers.once_per_step import Outcome, PointReader
 from evenstep.typed_values import Schema
 
 FOLDER = "trackers"

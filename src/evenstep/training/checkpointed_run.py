@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LRScheduler
 
 import evenstep
-from evenstep.checkpoint import files
+from evenstep.checkpoint import atomic_write, files, integrity
 from evenstep.checkpoint.custom_loop_values import with_tensors, without_tensors
 from evenstep.checkpoint.files import State
 from evenstep.checkpoint.saving_by_ranks import (
@@ -297,7 +297,9 @@ class Run:
     ) -> None:
         """Write all files and make them the latest checkpoint; SaveFailed on all ranks if one could not."""
         is_sharded = any(file.is_sharded for file in tensor_files.values())
-        is_large = sum(tensor_files[name].nbytes for name in (files.WEIGHTS, files.OPTIMIZER)) >= files.LARGE_BYTES
+        is_large = (
+            sum(tensor_files[name].nbytes for name in (files.WEIGHTS, files.OPTIMIZER)) >= atomic_write.LARGE_BYTES
+        )
         beside, problem = self._begin(folder, tensor_files, state)
         try:
             if is_sharded:
@@ -307,7 +309,7 @@ class Run:
                 self._stop_if(problem, folder)
         except BaseException:
             if beside is not None:
-                files.remove(beside)
+                atomic_write.remove(beside)
             raise
         finishing = Finishing(beside, self.step, after.point) if beside is not None and problem is None else None
         if after.in_background and is_large:
@@ -330,15 +332,15 @@ class Run:
         try:
             text = json.dumps(state)
             self.before_save()
-            beside = files.begin(folder, self.step)
+            beside = atomic_write.begin(folder, self.step)
             (beside / files.STATE).write_text(text)
             for name, file in tensor_files.items():
-                file.create(beside / name, files.take_spare(folder, name, file.nbytes))
-            files.drop_spare(folder)
+                file.create(beside / name, atomic_write.take_spare(folder, name, file.nbytes))
+            atomic_write.drop_spare(folder)
             self._saved_to.add(folder)
         except Exception as error:
             if beside is not None:
-                files.remove(beside)
+                atomic_write.remove(beside)
             return None, f"{type(error).__name__}: {error}"
         return beside, None
 
@@ -351,7 +353,7 @@ class Run:
             with self.averaged() if name == files.EMA else NOTHING:
                 place.fill(name, file)
         if place.problem is not None and beside is not None:
-            files.remove(beside)
+            atomic_write.remove(beside)
         return place.problem
 
     def _checkpoints(self, folder: str | Path | None) -> Path:
@@ -381,7 +383,7 @@ class Run:
             return self._load_own(allow_pickle)
         if Path(where).is_file():
             return Loaded({}, self._load_foreign(str(where), allow_pickle))
-        path, notes = files.find(str(where))
+        path, notes = integrity.find(str(where))
         state = files.read_state(path)
         check_same_order(path, state, self.team.seed, self.loader.num_samples, order_name(self.loader.order))
         tensors = stored_tensors(path / files.WEIGHTS)
@@ -417,7 +419,7 @@ class Run:
         self._recorded().continues = True
         checkpoints = self._checkpoints(None)
         # Asked by rank 0 for all: it may be writing where other machines do not see it yet.
-        if not self.team.world.gather(bool(files.whole(checkpoints)))[0]:
+        if not self.team.world.gather(bool(integrity.whole(checkpoints)))[0]:
             return Loaded({}, [])
         loaded = self.load(checkpoints, allow_pickle=allow_pickle)
         for note in loaded.notes if self.team.world.is_main else ():
@@ -585,7 +587,7 @@ def _tensor_files(tensors: Mapping[str, Mapping[str, Writable]]) -> tuple[dict[s
 
 def _drop_spares(folders: Iterable[Path]) -> None:
     for folder in folders:
-        files.drop_spare(folder)
+        atomic_write.drop_spare(folder)
 
 
 def _prefixed(key: str, tensors: Mapping[str, V]) -> dict[str, V]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from evenstep.best_metric import find_metric, parse_best
-from evenstep.checkpoint import files
+from evenstep.checkpoint import atomic_write, files
 from evenstep.checkpoint.save_interval import SaveInterval
 from evenstep.data.adapt import validation_sets
 from evenstep.data.feature_scaler import unfitted
@@ -209,7 +209,7 @@ class Trainer:
         assert self.plan.resume is not None
         if not self.team.world.is_main or self.best.best is None:
             return
-        path = files.keep_best(self.checkpoints, Path(self.plan.resume), self.best.best.step)
+        path = atomic_write.keep_best(self.checkpoints, Path(self.plan.resume), self.best.best.step)
         if path is not None:
             runs = self.folder.parent.resolve()
             # As the command was given it: the task may have changed the working folder.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.best_metric import find_metric, parse_best
-from evenstep.checkpoint import files
+from evenstep.checkpoint import integrity
 from evenstep.distributed.devices import num_cores
 from evenstep.errors import BadInput, CheckpointError, EvenstepError, PlanError, Preempted, shorten
 from evenstep.launcher.failure import KILLED
@@ -443,7 +443,7 @@ def _groups(devices: Sequence[str], num: int) -> list[tuple[str, ...]]:
 def _newest(folder: Path) -> str | None:
     """The checkpoint from which a trial goes on; None if it has none."""
     try:
-        return str(files.find(str(folder))[0])
+        return str(integrity.find(str(folder))[0])
     except CheckpointError:
         return None
 

@@ -24,7 +24,7 @@ CUT = 16  # in the middle of the second epoch of 11 steps
 STEPS = num_steps(24, 30)
 WORLDS = {
     1: ["single-1", "dp-1", "dp-2", "dp-3", "ddp-1", "fsdp-1"],
-    2: ["ddp-2", "fsdp-2"],
+    2: ["ddp-2", "fsdp-2", "tensor-2", "pipeline-2"],
     3: ["ddp-3", "fsdp-3"],
 }
 WHERES = [where for wheres in WORLDS.values() for where in wheres]

@@ -45,6 +45,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             processes.attend()
     finally:
         processes.end()
+    if processes.units and not (session.shouldfail or session.shouldstop):
+        raise RuntimeError(f"all processes have ended, and {len(processes.units)} units of tests have not run")
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     if session.shouldstop:
@@ -111,10 +113,13 @@ class Processes:
 
     def _on_next(self, connection: Connection, _: None) -> None:
         numbers = self.units.pop() if self.units and not self._is_over else []
-        self.running[connection].numbers += numbers
-        # The message to stop, which crossed this request, may have ended the process; _bury comes next.
-        with suppress(ConnectionError):
+        try:
             connection.send(numbers)
+        except ConnectionError:
+            # The process has ended, by the message to stop that crossed this request or by itself; _bury comes next.
+            self.units += [numbers] if numbers else []
+        else:
+            self.running[connection].numbers += numbers
 
     def _on_report(self, _: Connection, content: dict[str, Any]) -> None:
         hook = self.session.config.hook

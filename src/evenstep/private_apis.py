@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     flatten_dense_tensors: Callable[..., torch.Tensor]
     unflatten_dense_tensors: Callable[..., tuple[torch.Tensor, ...]]
     autograd_engine: Any
+    current_graph_task: Callable[[], int]
+    """The number of the backward that runs; one that a node of another runs has its own."""
     refuse_different_shapes: Callable[..., None]
     """`refuse_different_shapes(group, tensors)` raises on all ranks if their tensors differ in number or shape."""
     broadcast_coalesced: Callable[..., None]
@@ -82,6 +84,7 @@ LAZY = {
     "flatten_dense_tensors": "torch._utils:_flatten_dense_tensors",
     "unflatten_dense_tensors": "torch._utils:_unflatten_dense_tensors",
     "autograd_engine": "torch.autograd.variable:Variable._execution_engine",
+    "current_graph_task": "torch._C:_current_graph_task_id",
     "hooks_before_steps": "torch.optim.optimizer:_global_optimizer_pre_hooks",
     "hooks_after_steps": "torch.optim.optimizer:_global_optimizer_post_hooks",
     "Store": "torch._C._distributed_c10d:Store",

@@ -106,6 +106,16 @@ def test_a_parameter_that_had_no_state_yet_gets_its_first_gradient_later(optimiz
     assert furthest(result(Path("runs"), "ours").weights, by_torch_alone(task)) < 1e-6
 
 
+def test_what_a_killed_run_kept_for_its_next_checkpoint_is_deleted_when_another_continues_it() -> None:
+    task = small_task(TASK)
+    evenstep.train(task, batch=10, steps=3, name="killed")
+    spare = Path("runs/killed/checkpoints/.spare-checkpoint")
+    spare.mkdir()
+    (spare / "weights.safetensors").write_bytes(b"large")
+    evenstep.train(task, batch=10, steps=5, name="next", resume="runs/killed")
+    assert not spare.exists()
+
+
 def by_torch_alone(task: Task) -> dict[str, torch.Tensor]:
     """The same steps, by the optimizer as the task makes it."""
     team = evenstep.join("single")

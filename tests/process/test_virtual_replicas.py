@@ -545,6 +545,49 @@ def test_layers_that_are_trained_later_are_looked_at_then() -> None:
     assert found[0] == found[1]
 
 
+class Joined(nn.Module):
+    """Parameters whose gradients are parts of one tensor, that of the joined ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = (nn.Parameter(torch.randn(4, 16)) for _ in range(2))
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(torch.tanh(x @ torch.cat([self.query, self.key]).t()))
+
+
+class Deepening(Reentrant):
+    """Uses its tied layer once in two steps, and then three times: backward adds in parts from then on."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        for _ in range(*DEPTH):
+            x = checkpoint(lambda x: torch.tanh(self.layer(x)), x, use_reentrant=True)
+        return self.last(x)
+
+
+DEPTH = [1]
+
+
+@pytest.mark.parametrize("network", [Joined, Deepening])
+def test_networks_for_which_a_backward_cannot_add_have_the_same_bits(
+    network: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = num_sums_left(monkeypatch)
+    found = []
+    for devices in (("cpu",), ("cpu", "cpu")):
+        torch.manual_seed(0)
+        loop = Loop(joined(*devices), network(), squared)
+        losses = []
+        for depth in (1, 1, 3, 3):
+            DEPTH[:] = [depth]
+            losses.append(loop.step())
+        found.append((losses, loop.weights()))
+    assert found[0] == found[1]
+    assert not left
+
+
 def test_a_backward_that_begins_to_add_in_parts_is_refused() -> None:
     model = Reentrant()
     loop = Loop(joined("cpu"), model, squared)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,18 +331,20 @@ def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic_write, "LARGE_BYTES", 1)
 
 
+CHECKPOINTS = Path("checkpoints")
+SPARE = CHECKPOINTS / ".spare-checkpoint"
+
+
 def saved(step: int, content: bytes, keep: int = 1) -> tuple[Path, int]:
     """A checkpoint whose weights are written over a spare file, if there is one; and the inode of the file."""
-    folder = Path("checkpoints")
-    beside = atomic_write.begin(folder, step)
-    spare = atomic_write.take_spare(folder, files.WEIGHTS, len(content))
-    if spare is not None:
-        spare.rename(beside / files.WEIGHTS)
-    atomic_write.drop_spare(folder)
-    with (beside / files.WEIGHTS).open("r+b" if spare is not None else "xb") as file:
+    beside = atomic_write.begin(CHECKPOINTS, step)
+    taken = atomic_write.take_spares(CHECKPOINTS, beside, {files.WEIGHTS: len(content)})
+    # What could not be taken makes room on the disk before anything is written.
+    assert not SPARE.exists()
+    with (beside / files.WEIGHTS).open("r+b" if taken else "xb") as file:
         file.write(content)
     final = atomic_write.finish(beside, step)
-    atomic_write.prune(folder, keep)
+    atomic_write.prune(CHECKPOINTS, keep)
     return final, (final / files.WEIGHTS).stat().st_ino
 
 
@@ -349,33 +353,66 @@ def test_a_large_checkpoint_is_written_over_one_that_would_be_deleted() -> None:
     inodes = [saved(step, bytes([step]) * 100)[1] for step in range(1, 6)]
     # The first to be deleted is that of step 1, when that of step 2 is there.
     assert inodes[2:] == inodes[:3]
-    assert (Path("checkpoints/latest") / files.WEIGHTS).read_bytes() == bytes([5]) * 100
-    assert [path.name for path in integrity.whole(Path("checkpoints"))] == [files.step_name(5)]
+    assert (CHECKPOINTS / "latest" / files.WEIGHTS).read_bytes() == bytes([5]) * 100
+    assert [path.name for path in integrity.whole(CHECKPOINTS)] == [files.step_name(5)]
+
+
+def mapped(path: Path, num_bytes: int) -> Any:
+    """The bytes of a file that is mapped and no longer open; Python's own mmap would keep it open."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    with path.open("rb") as file:
+        address = libc.mmap(None, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    return (ctypes.c_char * num_bytes).from_address(address)
 
 
 @pytest.mark.usefixtures("_small_is_large")
-@pytest.mark.parametrize("how", ["open", "mapped", "linked", "of another size"])
-def test_files_that_somebody_uses_are_not_written_over(how: str) -> None:
-    first, _ = saved(1, b"a" * 100)
-    with (first / files.WEIGHTS).open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if how == "mapped" else None
-        if how != "open":
-            file.close()
-        if how == "linked":
-            Path("mine").hardlink_to(first / files.WEIGHTS)
-        saved(2, b"b" * 100)
-        saved(3, b"c" * (99 if how == "of another size" else 100))
-        if how == "open":
-            assert file.read() == b"a" * 100
-        if mapped is not None:
-            assert mapped[:] == b"a" * 100
-            mapped.close()
-    if how == "linked":
-        assert Path("mine").read_bytes() == b"a" * 100
-    assert (Path("checkpoints/latest") / files.WEIGHTS).read_bytes() == b"c" * (99 if how == "of another size" else 100)
+@pytest.mark.parametrize("how", ["open", "mapped", "linked", "of another size", "on overlayfs", "an archive"])
+def test_files_that_somebody_uses_are_not_written_over(
+    how: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    first, inode = saved(1, b"a" * 100)
+    seen: Callable[[], bytes] = (Path("mine") / files.WEIGHTS).read_bytes
+    if how == "open":
+        opened = (first / files.WEIGHTS).open("rb")
+        request.addfinalizer(opened.close)
+        seen = opened.read
+    elif how == "mapped":
+        view = mapped(first / files.WEIGHTS, 100)
+        seen = lambda: view.raw  # noqa: E731
+    elif how == "linked":
+        Path("mine").mkdir()
+        (Path("mine") / files.WEIGHTS).hardlink_to(first / files.WEIGHTS)
+    elif how == "an archive":
+        first.rename("mine")
+        first.symlink_to(Path("mine").resolve())
+    elif how == "on overlayfs":
+        monkeypatch.setattr(atomic_write, "_file_system", lambda folder: "overlay")
+    length = 99 if how == "of another size" else 100
+    saved(2, b"b" * 100)
+    _, last = saved(3, b"c" * length)
+    if how in ("of another size", "on overlayfs"):
+        assert not first.exists()
+    else:
+        assert seen() == b"a" * 100
+        assert last != inode
+    assert (CHECKPOINTS / "latest" / files.WEIGHTS).read_bytes() == b"c" * length
+
+
+def test_a_program_that_opens_a_file_at_the_wrong_moment_does_not_end_the_training() -> None:
+    """The kernel tells the holder of a lease by a signal, which ends a process that does not expect it."""
+    path = Path("weights")
+    path.write_bytes(b"a" * 100)
+    asks = "from evenstep.checkpoint.atomic_write import _is_unused\nfrom pathlib import Path\n"
+    asks += "for _ in range(20_000):\n    _is_unused(Path('weights'), 100)\n"
+    with subprocess.Popen([sys.executable, "-c", asks]) as asking:
+        while asking.poll() is None:
+            path.read_bytes()
+    assert asking.returncode == 0
 
 
 def test_small_checkpoints_leave_nothing_behind() -> None:
     for step in (1, 2):
         saved(step, b"a" * 100)
-    assert not Path("checkpoints/.spare").exists()
+    assert not SPARE.exists()

@@ -258,6 +258,25 @@ def test_hooks_on_accumulated_gradients_are_seen() -> None:
     assert not private_apis.has_accumulation_hooks(weights)
 
 
+def test_a_backward_inside_a_backward_is_another_task() -> None:
+    tasks: list[int] = []
+
+    def note(gradient: torch.Tensor) -> None:
+        tasks.append(private_apis.current_graph_task())
+        if len(tasks) == 1:
+            with torch.enable_grad():
+                inner = torch.ones(2, requires_grad=True)
+                inner.register_hook(note)
+                inner.sum().backward()
+            note(gradient)
+
+    outer = torch.ones(2, requires_grad=True)
+    outer.register_hook(note)
+    outer.sum().backward()
+    first, nested, again = tasks
+    assert first == again != nested
+
+
 def test_a_parameter_of_one_row_becomes_zero_dimensional(tmp_path: Path) -> None:
     run_in_child(
         exec,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from evenstep.checkpoint.files import STATE, SUMS, step_name
 from evenstep.checkpoint.integrity import sha256, whole
 
-_SPARE = ".spare"
+_SPARE = ".spare-checkpoint"
+_LEASES = ("ext4", "xfs", "tmpfs")
+"""File systems on which a lease is refused while any program uses a file: not on overlayfs, where a mapped file is
+leased, nor where other machines may use it."""
 LARGE_BYTES = 2**26
 """A checkpoint that is finished in the background, and whose files the next one is written over."""
 
@@ -61,7 +66,9 @@ def finish(beside: Path, step: int) -> Path:
         final.rename(replaced)
     beside.rename(final)
     _flush(folder)
-    _retire(replaced)
+    # If it cannot be deleted, `prune` tries again.
+    with suppress(OSError):
+        _retire(replaced)
     point(folder, "latest", final.name)
     return final
 
@@ -72,34 +79,75 @@ def _retire(path: Path) -> None:
     Pages of a file that is there are written five times as fast as those of a new one, and stay in the page cache.
     """
     spare = path.parent / _SPARE
-    if path.is_dir() and not spare.exists() and sum(file.stat().st_size for file in path.iterdir()) >= LARGE_BYTES:
-        path.rename(spare)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    if path.is_symlink():
+        # Somebody has moved it elsewhere, to keep it.
+        return
+    if not os.path.lexists(spare) and sum(file.stat().st_size for file in path.iterdir()) >= LARGE_BYTES:
+        with suppress(OSError):  # another process was first
+            path.rename(spare)
+            return
+    shutil.rmtree(path)
 
 
-def take_spare(folder: Path, name: str, num_bytes: int) -> Path | None:
-    """A file of a deleted checkpoint, of this name and size, to be renamed and written over; None if there is none.
+def take_spares(folder: Path, beside: Path, sizes: Mapping[str, int]) -> set[str]:
+    """Move files of a deleted checkpoint, of these names and sizes, to `beside`, to be written over; their names.
 
-    One that another program has open, or that has another name too, is not taken: it would change under them.
+    What cannot be taken is deleted, before space is reserved for new files.
     """
-    path = folder / _SPARE / name
+    spare = folder / _SPARE
+    can_be_known = _file_system(folder) in _LEASES
+    taken = set()
+    for name, num_bytes in sizes.items() if can_be_known and not spare.is_symlink() else ():
+        moved = beside / name
+        try:
+            # Moved first: where nobody looks for it, nobody begins to use it.
+            (spare / name).rename(moved)
+        except OSError:
+            continue
+        if _is_unused(moved, num_bytes):
+            taken.add(name)
+        else:
+            moved.unlink()
+    drop_spare(folder)
+    return taken
+
+
+def _is_unused(path: Path, num_bytes: int) -> bool:
+    """Whether this file has one name and this size, and no other program has it open or mapped."""
     try:
         with path.open("r+b") as file:
             found = os.fstat(file.fileno())
-            if found.st_size != num_bytes or found.st_nlink != 1 or path.is_symlink():
-                return None
-            # Refused while the file is open or mapped elsewhere on this machine, and where nobody can know that.
+            if path.is_symlink() or found.st_size != num_bytes or found.st_nlink != 1:
+                return False
+            # A program that opens it while it is leased would end this one, by SIGIO; SIGURG is ignored.
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+            # Refused while the file is open or mapped elsewhere.
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except (OSError, AttributeError):  # no leases but on Linux
-        return None
-    return path
+        return False
+    return True
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that a folder is on, where Linux says so."""
+    try:
+        device = folder.stat().st_dev
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    rows = (line.split() for line in mounts)
+    return next((row[row.index("-") + 1] for row in rows if row[2] == number and "-" in row), "")
 
 
 def drop_spare(folder: Path) -> None:
-    """Delete what `take_spare` would give."""
-    shutil.rmtree(folder / _SPARE, ignore_errors=True)
+    """Delete what `take_spares` would move."""
+    spare = folder / _SPARE
+    if spare.is_symlink():
+        spare.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(spare, ignore_errors=True)
 
 
 def remove(beside: Path) -> None:

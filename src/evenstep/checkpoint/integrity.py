@@ -48,7 +48,7 @@ def find(where: str) -> tuple[Path, list[str]]:
     path = Path(where)
     if not os.path.exists(path):
         if path.parent.name == FOLDER and os.path.isdir(path.parent):
-            there = sorted(one.name for one in path.parent.iterdir() if os.path.isdir(one))
+            there = sorted(one.name for one in path.parent.glob("[!.]*") if os.path.isdir(one))
             if path.is_symlink():
                 raise CheckpointError(f"{where} points to {path.resolve()}, which was moved or deleted")
             raise CheckpointError(f"{path.parent} has no checkpoint {path.name}; it has {', '.join(there) or 'none'}")

@@ -158,17 +158,15 @@ class TensorFile:
         tensors = self._tensors.values()
         return any(isinstance(one, SlicedTensor) or own_rows(one) is not None for one in tensors)
 
-    def create(self, path: Path, spare: Path | None = None) -> None:
+    def create(self, path: Path, is_there: bool = False) -> None:
         """Write the header, and make the file as long as it will be; rank 0 alone calls this.
 
-        `spare` is a file of this size, to be written over.
+        If `is_there`, a file of this size is written over.
         """
-        if spare is not None:
-            spare.rename(path)
-        with path.open("xb" if spare is None else "r+b") as file:
+        with path.open("r+b" if is_there else "xb") as file:
             file.write(self._header)
             file.flush()
-            if spare is None:
+            if not is_there:
                 reserve_blocks(file.fileno(), self.nbytes)
                 file.truncate(self.nbytes)
 

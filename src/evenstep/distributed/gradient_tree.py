@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import Node as GraphNode
 
 from evenstep.errors import TaskError
-from evenstep.private_apis import foreach_add_, has_accumulation_hooks, version_of
+from evenstep.private_apis import current_graph_task, foreach_add_, has_accumulation_hooks, version_of
 
 Gradients = list[torch.Tensor | None]
 """One for each weight; None where backward did not reach it."""
@@ -184,7 +184,8 @@ class BackwardSums:
     """Two neighbours of the tree summed by the backward of the second, in the gradients of the first.
 
     That is one pass over the gradients less, and the same sum, if a backward adds to every gradient once. In the first
-    step this is counted. Reentrant checkpointing adds in parts: (a + b) + c, where the tree adds a + (b + c).
+    step this is counted. Reentrant checkpointing adds in parts: (a + b) + c, where the tree adds a + (b + c). It may do so
+    in later steps only; so a model that uses it at all is left alone: a checkpoint runs a backward inside the backward.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
@@ -197,6 +198,8 @@ class BackwardSums:
         """What is looked at in this step."""
         self._num_added: list[int] = []
         """To each gradient, by the last backward that was looked at."""
+        self._task: int | None = None
+        """The first of the engine's tasks in that backward."""
 
     def start(self) -> None:
         """Before the virtual replicas of a step."""
@@ -214,21 +217,28 @@ class BackwardSums:
     def _count(self, index: int, _: object) -> None:
         self._num_added[index] += 1
         self._is_known[index] = True
-        self._is_possible = self._is_possible and self._num_added[index] == 1
+        task = current_graph_task()
+        self._task = task if self._task is None else self._task
+        self._is_possible = self._is_possible and self._num_added[index] == 1 and task == self._task
 
     def begin(self) -> None:
         """Before a backward."""
         if self._nodes:
-            self._num_added = [0] * len(self._weights)
+            self._num_added, self._task = [0] * len(self._weights), None
 
     def leave(self, gradients: Gradients) -> list[int] | None:
         """How often each of these was changed so far, if the next backward may add to them; None if not."""
         if not self._is_possible or self._nodes:
             return None
         for gradient, is_known in zip(gradients, self._is_known, strict=True):
-            if gradient is not None and not is_known:
+            if gradient is None:
+                continue
+            if not is_known:
                 # It was frozen so far.
                 self._looks_next = True
+                return None
+            if gradient.untyped_storage().nbytes() != gradient.nbytes:
+                # Backward of `torch.cat` gives parameters parts of one storage, whose changes are counted together.
                 return None
         return [-1 if gradient is None else version_of(gradient) for gradient in gradients]
 

@@ -137,11 +137,11 @@ class Run:
         self._saved: Path | None = None
         """The last checkpoint."""
         self._unsettled: Unsettled | None = None
+        """A checkpoint that rank 0 finishes in the background."""
         self._saved_to: set[Path] = set()
         """Folders in which rank 0 may have left files for the next checkpoint."""
         # A custom loop does not call `close`.
         weakref.finalize(self, _drop_spares, self._saved_to)
-        """A checkpoint that rank 0 finishes in the background."""
         self._record = None
         if self.folder is not None:
             from evenstep.training.custom_loop_record import LoopChoices, LoopRecord, loop_plan
@@ -334,10 +334,11 @@ class Run:
             self.before_save()
             beside = atomic_write.begin(folder, self.step)
             (beside / files.STATE).write_text(text)
-            for name, file in tensor_files.items():
-                file.create(beside / name, atomic_write.take_spare(folder, name, file.nbytes))
-            atomic_write.drop_spare(folder)
             self._saved_to.add(folder)
+            sizes = {name: file.nbytes for name, file in tensor_files.items()}
+            taken = atomic_write.take_spares(folder, beside, sizes)
+            for name, file in tensor_files.items():
+                file.create(beside / name, is_there=name in taken)
         except Exception as error:
             if beside is not None:
                 atomic_write.remove(beside)
@@ -384,6 +385,9 @@ class Run:
         if Path(where).is_file():
             return Loaded({}, self._load_foreign(str(where), allow_pickle))
         path, notes = integrity.find(str(where))
+        if self.team.world.is_main:
+            # A run that was killed there could not delete them.
+            self._saved_to.add(path.parent)
         state = files.read_state(path)
         check_same_order(path, state, self.team.seed, self.loader.num_samples, order_name(self.loader.order))
         tensors = stored_tensors(path / files.WEIGHTS)

@@ -184,8 +184,8 @@ class BackwardSums:
     """Two neighbours of the tree summed by the backward of the second, in the gradients of the first.
 
     That is one pass over the gradients less, and the same sum, if a backward adds to every gradient once. In the first
-    step this is counted. Reentrant checkpointing adds in parts: (a + b) + c, where the tree adds a + (b + c). It may begin
-    to do so later; so a model that uses it at all is left alone: a checkpoint runs a backward inside the backward.
+    step this is counted. Reentrant checkpointing adds in parts: (a + b) + c, where the tree adds a + (b + c). It may
+    begin to do so later; so a model that uses it is left alone: a checkpoint runs a backward inside the backward.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:

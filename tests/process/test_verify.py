@@ -29,7 +29,7 @@ PLANTED = {
     "padded_gpt2": ("dp", "mean-of-means", "a mean over something other than samples (tokens, boxes)"),
     "summed": ("ddp", "sum", "a sum over the batch, not a mean"),
     "worst_metric": ("ddp", "metric", "the metric worst changes with the number of devices: it is not a mean"),
-    "noise": ("ddp", "draws", "return x + 0.1 * torch.randn_like(x)"),
+    "noise": ("ddp", "draws", "x + 0.1 * torch.randn_like(x)"),
     "python_noise": ("ddp", "draws", "Python's generator"),
     "opt": ("dp", "draws", "dropout_probability = torch.rand([]))"),
     "unseeded": ("ddp", "not-repeatable", "the task is not reproducible, not even on one device"),

@@ -51,6 +51,8 @@ ROOMY = 0.6
 """A forecast for one process below this part of the limit is believed without a probe, by --micro auto."""
 SMALLER = 0.7
 """The next micro-batch after one that ran out of memory, if nothing better is known."""
+SPREAD = 0.1
+"""Of what steps add to a process on a CPU, left free too: the same steps take more in another process."""
 SIDE_BY_SIDE = 0.8
 """The part of a device that several runs may fill: what one allocator keeps, the others cannot have."""
 NOT_OF_PROBES: dict[str, Any] = {
@@ -258,7 +260,14 @@ class Search:
         if self.memory.ran_out is not None and cut.size > SMALLER * self.memory.ran_out:
             return False
         held = self.memory.framework_bytes
-        return held + factor * (needs(self.memory, self.place, cut.size) - held) <= usable(self.limit)
+        return self._fits(held + factor * (needs(self.memory, self.place, cut.size) - held))
+
+    def _fits(self, total: float) -> bool:
+        """Whether this many bytes leave enough of the limit free."""
+        if self.memory is None or self.limit is None:
+            return True
+        spread = SPREAD if self.place.kind == "cpu" else 0.0
+        return total + spread * max(0.0, total - self.memory.framework_bytes) <= usable(self.limit)
 
     def _next(self, failed: Cut) -> Cut | None:
         """After one that did not fit: what is forecast with the error that was seen, or a part of its samples."""
@@ -299,7 +308,7 @@ class Search:
             one = TriedCut(
                 micro_batch=cut.size,
                 accumulate=cut.accumulate,
-                fits=self.limit is None or most <= usable(self.limit),
+                fits=self._fits(most),
                 forecast_bytes=forecast,
                 measured_bytes=done.peak_bytes,
                 growth_bytes=done.growth_bytes,

@@ -20,6 +20,7 @@ from evenstep.fit.memory_model import (
     Placement,
     StepMemory,
     cuts,
+    cuts_to_correct_by,
     fewest_devices,
     largest_fitting,
     needs,
@@ -106,6 +107,20 @@ def test_the_fewest_micro_batches_that_fit_are_chosen() -> None:
 
 def test_sharding_finds_a_number_of_devices() -> None:
     assert fewest_devices(MEMORY, place("fsdp", 2, share=32), 300 * MB) == 8
+
+
+def test_real_steps_of_a_strategy_correct_its_forecast() -> None:
+    corrected = replace(MEMORY, beyond=[(16, 40 * MB), (32, 80 * MB), (64, -20 * MB)])
+    assert [peak(corrected, place(), size).total for size in (8, 16, 32, 64)] == [
+        peak(MEMORY, place(), size).total + more * MB for size, more in ((8, 40), (16, 40), (32, 80), (64, -20))
+    ]
+
+
+def test_a_forecast_is_corrected_by_steps_that_take_half_of_the_limit() -> None:
+    assert cuts_to_correct_by(MEMORY, place(), 2000 * MB) == [Cut(4, 16), Cut(2, 32), Cut(1, 64)]
+    assert cuts_to_correct_by(MEMORY, place(), 1000 * MB) == [Cut(32, 2), Cut(13, 5), Cut(7, 10)]
+    assert cuts_to_correct_by(replace(MEMORY, has_batchnorm=True), place(share=3), 2000 * MB) == [Cut(1, 3)]
+    assert cuts_to_correct_by(MEMORY, place(), 300 * MB) == []
 
 
 @pytest.mark.parametrize("text", ["", "much", "24 apples", "-3GB", "0", "12"])

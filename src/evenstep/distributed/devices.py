@@ -127,6 +127,12 @@ def keep_freed_memory() -> None:
         library.mallopt(trim_threshold, (1 << 31) - 1)
 
 
+def return_freed_memory() -> None:
+    """Give memory that this process freed back to the system, wherever it lies in the heap; glibc alone does it."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def threads_for_replicas() -> int:
     """Threads of each process with virtual replicas: as many on any number of devices, for kernels sum by threads."""
     return omp_num_threads() or 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from evenstep.distributed.cgroups import Groups
-from evenstep.distributed.devices import free_gpu_bytes, take_workspaces
+from evenstep.distributed.devices import free_gpu_bytes, return_freed_memory, take_workspaces
 from evenstep.sampling.rng import fork_rng
 
 CONTEXT_BYTES = 512 * 2**20
@@ -75,8 +74,7 @@ class MemoryMeter:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            with suppress(OSError, AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)
+            return_freed_memory()
 
     def now(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else _status("VmRSS")

@@ -386,9 +386,19 @@ def longest(data: AdaptedData, num: int) -> Ids:
 
 
 def measure_shapes(
-    plan: Plan, task: Task, run_folder: Path, *, share: int, limit: int | None = None, division: Division | None = None
+    plan: Plan,
+    task: Task,
+    run_folder: Path,
+    *,
+    share: int,
+    limit: int | None = None,
+    division: Division | None = None,
+    is_tried: bool = False,
 ) -> Iterator[str]:
-    """What a worker does to find what a step holds; it writes a file, and yields nothing."""
+    """What a worker does to find what a step holds; it writes a file, and yields nothing.
+
+    On a CPU, what `is_tried` afterwards is corrected by real steps of each strategy, not by those of one device.
+    """
     set_up_torch(plan)
     device = torch.device(plan.devices[0])
     available = available_bytes(device)
@@ -396,7 +406,7 @@ def measure_shapes(
         warm_up()
     framework = psutil.Process().memory_info().rss if device.type == "cpu" else workspace_bytes(device)
     found = step_memory(plan, task, share, float(framework))
-    if not found.is_real:
+    if not found.is_real and not (is_tried and device.type == "cpu"):
         found = calibrated(plan, task, found, share, min(available, limit or available))
     if division is not None and not found.is_real:
         from evenstep.fit.fake_tensor_parts import memory_of_ranks

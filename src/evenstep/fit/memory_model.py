@@ -24,6 +24,9 @@ STEP, ACCUMULATED, UPDATE, EVALUATION = PHASES = ("step", "accumulated", "update
 BUILDING = "building"
 MARGIN = 0.05
 """Of the limit, left free: allocators keep memory that no tensor uses."""
+CORRECTING, PARTS = 0.5, (1, 2, 4)
+"""Steps that correct a forecast may take this part of the free memory, as shapes alone were up to half too low; their
+micro-batches are the largest that does, and a half and a quarter of it."""
 RING_BYTES = 2**21
 """Of each rank, for averaging gradients through shared memory."""
 
@@ -64,6 +67,12 @@ class StepMemory:
     """Of one sample."""
     excess: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """By phase: (samples, bytes) that real steps took beyond the moments, or below them; the fewest samples first."""
+    beyond: list[tuple[int, float]] = field(default_factory=list)
+    """(samples, bytes) that real steps of one strategy took beyond its forecast for such a micro-batch, or below it."""
+    ran_out: int | None = None
+    """Samples of the micro-batch with which a rank ran out of memory in these steps; None if none did."""
+    rank_bytes: float | None = None
+    """What a process of that strategy could use, on the rank that had least; None if it was not measured."""
     unit_bytes: list[float]
     """Parameters of each part that a sharded model gathers at a time; the last is the rest of the model."""
     framework_bytes: float
@@ -127,7 +136,9 @@ class Peak:
 
 def peak(memory: StepMemory, place: Placement, micro_batch: int) -> Peak:
     """The peak of a training step, evaluations left out."""
-    return _highest(memory, place, micro_batch, (_phase(place, micro_batch), UPDATE))
+    found = _highest(memory, place, micro_batch, (_phase(place, micro_batch), UPDATE))
+    more = excess_at(memory.beyond, micro_batch)
+    return replace(found, kinds={**found.kinds, "activations": found.kinds["activations"] + more})
 
 
 def evaluation_peak(memory: StepMemory, place: Placement, micro_batch: int) -> Peak | None:
@@ -282,6 +293,23 @@ def needs(memory: StepMemory, place: Placement, micro_batch: int) -> float:
     evaluation = evaluation_peak(memory, place, micro_batch)
     most = max(peak(memory, place, micro_batch).total, evaluation.total if evaluation is not None else 0.0)
     return most * (1 + max(0.0, memory.gaps - MARGIN))
+
+
+def in_process(memory: StepMemory, held: float, available: float) -> StepMemory:
+    """The same in processes that hold and can use this many bytes before they make the model."""
+    ranks = [replace(one, framework_bytes=held) for one in memory.ranks]
+    return replace(memory, framework_bytes=held, rank_bytes=available, ranks=ranks)
+
+
+def cuts_to_correct_by(memory: StepMemory, place: Placement, limit: float) -> list[Cut]:
+    """The largest micro-batch that is forecast to take half of what is free, a half and a quarter of it."""
+    most = memory.framework_bytes + CORRECTING * (limit - memory.framework_bytes)
+    small = [
+        cut for cut in cuts(place.share, 2 if memory.has_batchnorm else 1) if needs(memory, place, cut.size) <= most
+    ]
+    parts = [next((cut for cut in small if cut.size <= small[0].size // part), None) for part in PARTS if small]
+    # The smallest first: if one runs out of memory, larger ones need not be tried.
+    return sorted({cut for cut in parts if cut is not None}, key=lambda cut: cut.size)
 
 
 def usable(limit: float) -> float:

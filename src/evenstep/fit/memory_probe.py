@@ -33,7 +33,7 @@ from evenstep.training.step import Stepper, eager_steps
 from evenstep.training.team import Team, join_team
 from evenstep.training.trainer import Event, Trainer, perform, set_up_torch
 
-FILE, PROCESS_FILE = "memory.json", "process-bytes"
+FILE, PROCESS_FILE = "memory.json", "process.json"
 OUT_OF_MEMORY, AVAILABLE = "out-of-memory-", "available-"
 """Files of each rank in the folder of a probe: it had too little memory; what it had at its start."""
 STEPS = 5
@@ -89,6 +89,16 @@ def load_libraries(plan: Plan, team: Team) -> None:
         warm_up_shards(team)
 
 
+@dataclass(frozen=True)
+class ProcessMemory:
+    """What processes of a strategy hold and have left before they make a model."""
+
+    held_bytes: int
+    """On the rank that holds most."""
+    available_bytes: int
+    """What a process could use in total, on the rank that has least."""
+
+
 def measure_process(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]:
     """What a worker does to see what a process of a strategy holds before it has a model."""
     set_up_torch(plan)
@@ -98,10 +108,14 @@ def measure_process(plan: Plan, task: Task, run_folder: Path) -> Iterator[Event]
         mesh=plan.mesh,
         schedule=plan.pipeline_schedule,
     )
+    device, num_ranks = team.world.device, team.world.size
+    # As in a probe: what libraries take of a limit is not there for a model.
+    available = available_bytes(device, num_ranks)
     load_libraries(plan, team)
-    held = team.world.gather(MemoryMeter(team.world.device).now())
+    ranks = team.world.gather([MemoryMeter(device).now(), available])
     if team.world.is_main:
-        (run_folder / PROCESS_FILE).write_text(str(max(held)))
+        found = ProcessMemory(max(held for held, _ in ranks), min(available for _, available in ranks))
+        (run_folder / PROCESS_FILE).write_text(json.dumps(asdict(found)))
     # No rank exits while another still reads what it sent.
     team.world.barrier()
     yield from ()

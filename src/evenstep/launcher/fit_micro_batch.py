@@ -27,8 +27,10 @@ from evenstep.fit.memory_model import (
     Placement,
     StepMemory,
     cuts,
+    cuts_to_correct_by,
     evaluation_peak,
     fewest_devices,
+    in_process,
     largest_fitting,
     needs,
     peak,
@@ -49,6 +51,8 @@ ROOMY = 0.6
 """A forecast for one process below this part of the limit is believed without a probe, by --micro auto."""
 SMALLER = 0.7
 """The next micro-batch after one that ran out of memory, if nothing better is known."""
+SPREAD = 0.1
+"""Of what steps add to a process on a CPU, left free too: the same steps take more in another process."""
 SIDE_BY_SIDE = 0.8
 """The part of a device that several runs may fill: what one allocator keeps, the others cannot have."""
 NOT_OF_PROBES: dict[str, Any] = {
@@ -75,8 +79,11 @@ class MemoryRunner:
     """Of the model, where ranks divide it."""
     _number: int = 0
 
-    def shapes(self, share: int, **changes: Any) -> StepMemory | None:
-        """What a step holds on one device; None if that cannot be said without computing it."""
+    def shapes(self, share: int, *, is_tried: bool = False, **changes: Any) -> StepMemory | None:
+        """What a step holds on one device; None if that cannot be said without computing it.
+
+        `is_tried`: `corrected` will follow for every strategy.
+        """
         if has_several(self.base.task):
             self.notes.append("a task of several models is not forecast, only tried")
             return None
@@ -84,7 +91,8 @@ class MemoryRunner:
         plan = self.base.plan
         alone: dict[str, Any] = {"strategy": REFERENCE, "devices": plan.devices[:1], "accumulate": 1, "shares": None}
         alone |= {"mesh": None, "cpu_offload": False}
-        measure = partial(fake_tensor_pass.measure_shapes, share=share, limit=self.limit, division=self.division)
+        known: dict[str, Any] = {"share": share, "limit": self.limit, "division": self.division, "is_tried": is_tried}
+        measure = partial(fake_tensor_pass.measure_shapes, **known)
         try:
             text = self._run(measure, fake_tensor_pass.FILE, steps=1, **alone, **changes)
         except _Failed as failed:
@@ -97,28 +105,53 @@ class MemoryRunner:
         self.notes += [note for note in found.notes if note not in self.notes]
         return found
 
-    def with_libraries(self, memory: StepMemory, place: Placement, **changes: Any) -> StepMemory:
-        """The same, with what torch holds in each process of this strategy, which on a CPU is memory of the machine."""
-        if place.kind != "cpu" or not (place.facts.shards or place.division):
+    def corrected(self, memory: StepMemory, place: Placement, **changes: Any) -> StepMemory:
+        """The same on a CPU, with what processes of this strategy hold: torch itself, and what steps take beyond it.
+
+        Each of a few micro-batches is computed in processes of its own, for what one leaves in the heap would change
+        what the next one takes.
+        """
+        if place.kind != "cpu":
             return memory
+        self.log(f"correcting the forecast for {place.facts.name} by a few steps")
         try:
-            held = float(self._run(memory_probe.measure_process, memory_probe.PROCESS_FILE, steps=1, **changes))
+            text = self._run(memory_probe.measure_process, memory_probe.PROCESS_FILE, steps=1, accumulate=1, **changes)
         except _Failed:
             # The probe says why.
             return memory
-        ranks = [replace(one, framework_bytes=held) for one in memory.ranks]
-        return replace(memory, framework_bytes=held, ranks=ranks)
+        process = msgspec.json.decode(text, type=memory_probe.ProcessMemory)
+        known = in_process(memory, float(process.held_bytes), float(process.available_bytes))
+        grown: dict[int, int] = {}
+        for cut in cuts_to_correct_by(known, place, limit_of(known, place, self.limit)):
+            try:
+                done = self._steps(cut, **changes)
+            except _Failed:
+                break
+            if isinstance(done, RanOut):
+                known = replace(known, ran_out=cut.size)
+                break
+            grown[cut.size] = done.growth_bytes
+            # What the process of a training holds, with all that it loads for it.
+            known = in_process(known, float(done.peak_bytes - done.growth_bytes), float(process.available_bytes))
+        forecast = {num: peak(known, place, num).total - known.framework_bytes for num in grown}
+        return replace(known, beyond=[(num, grown[num] - forecast[num]) for num in grown])
 
     def probe(self, cut: Cut, **changes: Any) -> memory_probe.ProbedMemory | RanOut:
-        """Real steps with this micro-batch."""
+        """Real steps with this micro-batch, and an evaluation."""
         self.log(f"trying {changes.get('strategy', self.base.plan.strategy)}, {cut.size} samples at once")
+        try:
+            return self._steps(cut, **changes)
+        except _Failed as failed:
+            raise failed.error from None
+
+    def _steps(self, cut: Cut, **changes: Any) -> memory_probe.ProbedMemory | RanOut:
         measure = partial(memory_probe.probe_memory, limit=self.limit)
         try:
             text = self._run(measure, memory_probe.FILE, steps=memory_probe.STEPS, accumulate=cut.accumulate, **changes)
         except _Failed as failed:
             if failed.ran_out:
                 return RanOut(failed.available)
-            raise failed.error from None
+            raise
         return memory_probe.ProbedMemory(**json.loads(text))
 
     def _run(self, measure: Any, file: str, **changes: Any) -> bytes:
@@ -178,6 +211,8 @@ def limit_of(memory: StepMemory, place: Placement, given: int | None) -> float:
     """Bytes that a device may hold: what was given, as far as it is there, or all that is free."""
     if given is not None:
         return float(given - CONTEXT_BYTES if place.kind == "cuda" else given)
+    if memory.rank_bytes is not None:
+        return memory.rank_bytes
     if place.kind == "cuda" or not place.facts.processes_per_device:
         return memory.available_bytes
     free = memory.available_bytes - memory.framework_bytes
@@ -219,16 +254,28 @@ class Search:
         return None
 
     def _is_expected(self, cut: Cut, factor: float = 1.0) -> bool:
+        """`factor`: of what steps add to a process, which is what a forecast may be wrong about."""
         if self.memory is None or self.limit is None:
             return True
-        return factor * needs(self.memory, self.place, cut.size) <= usable(self.limit)
+        if self.memory.ran_out is not None and cut.size > SMALLER * self.memory.ran_out:
+            return False
+        held = self.memory.framework_bytes
+        return self._fits(held + factor * (needs(self.memory, self.place, cut.size) - held))
+
+    def _fits(self, total: float) -> bool:
+        """Whether this many bytes leave enough of the limit free."""
+        if self.memory is None or self.limit is None:
+            return True
+        spread = SPREAD if self.place.kind == "cpu" else 0.0
+        return total + spread * max(0.0, total - self.memory.framework_bytes) <= usable(self.limit)
 
     def _next(self, failed: Cut) -> Cut | None:
         """After one that did not fit: what is forecast with the error that was seen, or a part of its samples."""
         last = self.tried[-1]
         factor = 1.0
-        if last.measured_bytes is not None and last.forecast_bytes:
-            factor = max(1.0, last.measured_bytes / last.forecast_bytes)
+        if last.measured_bytes is not None and last.forecast_bytes and self.memory is not None:
+            held = self.memory.framework_bytes
+            factor = max(1.0, (last.measured_bytes - held) / max(1.0, last.forecast_bytes - held))
         most = failed.size - 1 if factor > 1 else int(SMALLER * failed.size)
         for cut in cuts(self.place.share, self.least):
             if cut.size <= most and self._is_expected(cut, factor):
@@ -261,7 +308,7 @@ class Search:
             one = TriedCut(
                 micro_batch=cut.size,
                 accumulate=cut.accumulate,
-                fits=self.limit is None or most <= usable(self.limit),
+                fits=self._fits(most),
                 forecast_bytes=forecast,
                 measured_bytes=done.peak_bytes,
                 growth_bytes=done.growth_bytes,
@@ -298,7 +345,7 @@ def fit(request: FitRequest, log: Log = lambda line: None) -> FitResult:
         places = [placement(base.plan, facts, 1 if facts.is_reference else num) for facts in rows]
         runner = MemoryRunner(base, log, request.memory, division=places[0].division)
         _refuse_small_batch(base.plan, places)
-        memory = runner.shapes(max(place.share for place in places))
+        memory = runner.shapes(max(place.share for place in places), is_tried=names is not None)
         found = [_row(runner, place, memory, names) for place in places]
         if memory is not None and memory.has_batchnorm:
             runner.notes.append(BATCHNORM)
@@ -351,7 +398,7 @@ def _row(runner: MemoryRunner, place: Placement, memory: StepMemory | None, name
     changes = {"strategy": place.facts.name, "devices": (names or ())[: place.devices], "shares": None}
     why_not = _why_not(plan, place, changes, memory, runner.limit)
     if memory is not None and not why_not:
-        memory = runner.with_libraries(memory, place, **changes)
+        memory = runner.corrected(memory, place, **changes)
     limit = limit_of(memory, place, runner.limit) if memory is not None else None
     search = Search(runner, place, memory, limit, changes)
     expected = search.expected()
@@ -429,9 +476,9 @@ def with_micro_batch(prepared: Prepared, log: Log = lambda line: None) -> Prepar
     plan = prepared.plan
     place = placement(plan, STRATEGIES[plan.strategy], len(plan.devices))
     runner = MemoryRunner(prepared, log, division=place.division)
-    memory = runner.shapes(place.share)
+    memory = runner.shapes(place.share, is_tried=True)
     if memory is not None:
-        memory = runner.with_libraries(memory, place)
+        memory = runner.corrected(memory, place)
     limit = limit_of(memory, place, None) if memory is not None else None
     search = Search(runner, place, memory, limit, {}, first=plan.accumulate)
     cut = search.expected()

@@ -9,6 +9,7 @@ is no function of single numbers: it stays whole. Without a sample of the loss, 
 from __future__ import annotations
 
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -199,8 +200,8 @@ class PairsOfLinears(TorchFunctionMode):
         self._names = {id(layer): name for name, layer in model.named_modules()}
         self._running: list[nn.Module] = []
         self._origins: dict[int, _Origin] = {}
-        self._kept: list[Any] = []
-        """Tensors whose id must not be given to another one."""
+        self._alive: dict[int, weakref.ref[torch.Tensor]] = {}
+        """What has an origin: kept alive, all activations of the whole model would be there at once."""
         self._escaped: set[str] = set()
         """Linears whose outputs something else uses than functions of single numbers and Linears."""
         self.outside: set[str] = set()
@@ -305,8 +306,13 @@ class PairsOfLinears(TorchFunctionMode):
         self._keep(result, _Origin(sources, dropouts))
 
     def _keep(self, tensor: torch.Tensor, origin: _Origin) -> None:
-        self._kept.append(tensor)
-        self._origins[id(tensor)] = origin
+        key = id(tensor)
+        # Another tensor may get the id of one that is gone.
+        self._alive[key] = weakref.ref(tensor, lambda _: self._forget(key))
+        self._origins[key] = origin
+
+    def _forget(self, key: int) -> None:
+        del self._alive[key], self._origins[key]
 
     def pairs(self) -> Pairs:
         """Linears whose outputs go into one Linear alone, that Linear, and the dropout between them."""

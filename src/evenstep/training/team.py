@@ -33,6 +33,7 @@ from evenstep.distributed.devices import (
     available_devices,
     choose_repeatable_kernels,
     keep_freed_memory,
+    return_freed_memory,
     threads_for_replicas,
 )
 from evenstep.distributed.heartbeat import EVALUATING, FORWARD, UPDATE
@@ -296,6 +297,9 @@ class Team:
             refuse_sparse(distributed)
         self._refusals.learn(distributed)
         self.models.append(distributed)
+        if self.world.size > 1 and self.world.device.type == "cpu" and (self.facts.shards or self.facts.model_axis):
+            # Of the whole model, and of what it computed to see how it can be divided.
+            return_freed_memory()
         return distributed
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:

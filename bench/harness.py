@@ -289,7 +289,7 @@ def show_result(result: Result) -> None:
 
 
 def heads_of(race_: Race) -> list[str]:
-    return ["racer", "setting", race_.unit, "ours is x as fast (95 %)", "goal"]
+    return ["racer", "setting", race_.unit, "ours is x as fast (95 %)", "goal: outcome"]
 
 
 def cells_of(race_: Race) -> list[list[str]]:

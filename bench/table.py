@@ -78,7 +78,7 @@ def summary(found: dict[str, Found], gpu: table_gpu.Found | None) -> list[str]:
             if rival is not None and rival.ratio is not None:
                 against = rival.against if rival.kind == "ours" else rival.name
                 rows.append([key, race.title, against, harness.number(rival.ratio), rival.verdict])
-    heads = ["", "work", "hardest competitor", "ours is x as fast", "goal"]
+    heads = ["", "work", "hardest competitor", "ours is x as fast", "goal: outcome"]
     return markdown(heads, [*rows, *table_gpu.summary_rows(gpu)])
 
 

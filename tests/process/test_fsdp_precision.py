@@ -17,7 +17,7 @@ from tests.marks import first_is_quick
 pytestmark = pytest.mark.timeout(300)
 KEYS = ["gpt/adamw/pair", "mlp/sgd/mean", "norm/adamw/mean", "spectral/sgd/mean", "tied/adamw/mean"]
 LOSS_TOLERANCE = 0.02
-"""Relative, of each of 20 steps: two roundings to 8 bits, as docs/large-models.md says."""
+"""Relative, of each of 20 steps: two roundings to bfloat16, as docs/large-models.md says."""
 WEIGHT_TOLERANCE = 0.02
 
 

@@ -51,7 +51,7 @@ ROOMY = 0.6
 """A forecast for one process below this part of the limit is believed without a probe, by --micro auto."""
 SMALLER = 0.7
 """The next micro-batch after one that ran out of memory, if nothing better is known."""
-SPREAD = 0.1
+GROWTH_MARGIN = 0.1
 """Of what steps add to a process on a CPU, left free too: the same steps take more in another process."""
 SIDE_BY_SIDE = 0.8
 """The part of a device that several runs may fill: what one allocator keeps, the others cannot have."""
@@ -266,7 +266,7 @@ class Search:
         """Whether this many bytes leave enough of the limit free."""
         if self.memory is None or self.limit is None:
             return True
-        spread = SPREAD if self.place.kind == "cpu" else 0.0
+        spread = GROWTH_MARGIN if self.place.kind == "cpu" else 0.0
         return total + spread * max(0.0, total - self.memory.framework_bytes) <= usable(self.limit)
 
     def _next(self, failed: Cut) -> Cut | None:

@@ -266,8 +266,8 @@ class Search:
         """Whether this many bytes leave enough of the limit free."""
         if self.memory is None or self.limit is None:
             return True
-        spread = GROWTH_MARGIN if self.place.kind == "cpu" else 0.0
-        return total + spread * max(0.0, total - self.memory.framework_bytes) <= usable(self.limit)
+        margin = GROWTH_MARGIN if self.place.kind == "cpu" else 0.0
+        return total + margin * max(0.0, total - self.memory.framework_bytes) <= usable(self.limit)
 
     def _next(self, failed: Cut) -> Cut | None:
         """After one that did not fit: what is forecast with the error that was seen, or a part of its samples."""

@@ -21,7 +21,6 @@ from evenstep.cli.app import (
     JsonOption,
     MeshOption,
     OptionsArgument,
-    OutOption,
     QuietOption,
     TaskArgument,
     app,
@@ -118,7 +117,10 @@ def verify(
     ] = None,
     data: DataOption = None,
     keep: Annotated[bool, flag("--keep", help="Keep the runs that were compared.")] = False,
-    out: OutOption = None,
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder for the runs that are compared; default: runs."),
+    ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:

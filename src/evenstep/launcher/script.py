@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import difflib
 import os
 import pickle
 import re
@@ -17,7 +18,7 @@ from typing import Any
 from evenstep.distributed.devices import count_processes
 from evenstep.distributed.temporary_folders import live_folder
 from evenstep.distributed.worker_process import WorkerSpec
-from evenstep.errors import PlanError, WorkerFailed, shorten
+from evenstep.errors import MAX_CHARACTERS, PlanError, WorkerFailed, shorten
 from evenstep.launcher.launch import refuse_fork_after_cuda
 from evenstep.launcher.rendezvous.addresses import free_port, open_store
 from evenstep.launcher.rendezvous.pods import find_elastic_node
@@ -46,6 +47,8 @@ NOT_OURS = {
     "--local-addr": "omit it: the address is the one that leads to the first machine",
 }
 """Options of torchrun, and what to write instead."""
+OWN = ("--devices", "--machines", "--rendezvous", "--restarts", "--module", "--stall-after", "--out", "--fresh")
+"""Options that are no torchrun's."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,8 @@ class TorchrunOptions:
 
 def in_our_words(script: Script, words: Sequence[str]) -> str:
     """The command with our options, if any of `words`, the options before the script, is torchrun's."""
-    own = ("--devices", "--machines", "--rendezvous", "--restarts", "--module", "--stall-after", "--out", "--fresh")
     foreign = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    if all(word in own for word in foreign):
+    if all(word in OWN for word in foreign):
         return ""
     several = script.machines is not None and parse_machines(script.machines) != (1, 1)
     options = [
@@ -139,8 +141,11 @@ def refuse_option(name: str) -> None:
     """Refuse an option where the script is expected, and name the alternative."""
     if name.startswith("-"):
         option = name.partition("=")[0]
-        instead = NOT_OURS.get(option.replace("_", "-"))
-        raise PlanError(f"evenstep run has no option {shorten(option)}; {instead or 'see evenstep run --help'}")
+        close = difflib.get_close_matches(option[:MAX_CHARACTERS], OWN, n=1, cutoff=0.75)
+        usual = f"did you mean {close[0]}?" if close else "see evenstep run --help"
+        raise PlanError(
+            f"evenstep run has no option {shorten(option)}; {NOT_OURS.get(option.replace('_', '-'), usual)}"
+        )
 
 
 def processes_here(given: str | None) -> int:

@@ -345,6 +345,13 @@ def show_suggestions(found: list[Any], command: str, console: Console) -> None:
     worth = [one for one in others if not one.problem and min(plain.rounds) / max(one.rounds) >= MUCH]
     best = min(worth, key=lambda one: one.step_seconds, default=None)
     console.print()
+    noisy = [one.flag for one in others if not one.problem and plain.step_seconds / one.step_seconds >= MUCH]
+    if best is None and noisy:
+        doubt = f"Nothing was changed, and nothing is recommended: {', '.join(noisy)} may be faster, but the rounds of"
+        console.print(
+            f"{doubt} each trial differ by as much. Try again when this machine is quiet.", style="bold", soft_wrap=True
+        )
+        return
     if best is None:
         console.print("Nothing was changed, and none of these is worth a change.", style="bold", soft_wrap=True)
         return

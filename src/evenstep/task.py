@@ -354,8 +354,8 @@ def _pick(module: ModuleType, where: str, name: str | None, example: str) -> Tas
         return found
     candidates = _candidates(module)
     if not candidates:
-        loop = f"\nor, with a training loop of its own: evenstep run --devices 2 {where}" if _is_file(where) else ""
-        raise TaskError(f"{where} has no task; add a function that returns an evenstep.Task:\n{example}{loop}")
+        loop = f"if it has a training loop: evenstep run --devices 2 {where}; else " if _is_file(where) else ""
+        raise TaskError(f"{where} has no task; {loop}add a function that returns an evenstep.Task:\n{example}")
     if name is not None:
         specs = ", ".join(f"{where}:{candidate}" for candidate in candidates)
         raise TaskError(f"{where + ':'!r} names no function; choose from {specs}")

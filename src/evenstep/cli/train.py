@@ -143,7 +143,7 @@ def train(
         typer.Option(
             metavar="METHOD",
             help="How gradients cross a slow network: none, auto (measures, exact), bf16, powersgd:RANK, "
-            "topk:FRACTION, local:STEPS, diloco:STEPS or streaming:STEPS[:FRAGMENTS], 4 fragments by default; "
+            "topk:FRACTION, local:STEPS, diloco:STEPS or streaming:STEPS[:N], N fragments (4); "
             "default: exact, once for each machine.",
         ),
     ] = None,

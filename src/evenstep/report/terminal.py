@@ -122,7 +122,9 @@ def summary_table(summary: Summary, restarts: int = 0) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    trained = f"{summary.steps} step{'s' * (summary.steps != 1)}, {summary.samples:,} samples in {summary.seconds:.1f} s"
+    trained = (
+        f"{summary.steps} step{'s' * (summary.steps != 1)}, {summary.samples:,} samples in {summary.seconds:.1f} s"
+    )
     table.add_row("trained", f"{trained} with evaluation and checkpoints")
     on = f"{summary.strategy}, {devices(summary.devices)}"
     table.add_row("speed", f"{summary.samples_per_second:,.0f} samples/s in steps alone ({on})")

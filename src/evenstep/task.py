@@ -249,8 +249,8 @@ def find_task(spec: str, example: str = EXAMPLE) -> TaskFunction | Task:
     else:
         close = difflib.get_close_matches(spec[:MAX_CHARACTERS], BUILT_IN, n=1)
         raise TaskError(
-            f"no task called {spec!r}; {f'did you mean {close[0]}? ' if close else ''}"
-            f"Built in are {', '.join(BUILT_IN)}.\n"
+            f"no task called {spec!r}; {f'did you mean {close[0]}? Built' if close else 'built'} "
+            f"in are {', '.join(BUILT_IN)}.\n"
             "Your own is given as file.py, file.py:function or package.module:function."
         )
     return _pick(module, where, name, example)
@@ -354,7 +354,8 @@ def _pick(module: ModuleType, where: str, name: str | None, example: str) -> Tas
         return found
     candidates = _candidates(module)
     if not candidates:
-        raise TaskError(f"{where} has no task; add a function that returns an evenstep.Task:\n{example}")
+        loop = f"if it has a training loop: evenstep run --devices 2 {where}; else " if _is_file(where) else ""
+        raise TaskError(f"{where} has no task; {loop}add a function that returns an evenstep.Task:\n{example}")
     if name is not None:
         specs = ", ".join(f"{where}:{candidate}" for candidate in candidates)
         raise TaskError(f"{where + ':'!r} names no function; choose from {specs}")

@@ -34,7 +34,7 @@ def test_a_rank_that_raises_is_told_of_in_one_short_report() -> None:  # 1
     assert line_of("raise ValueError") in "\n".join(ended.report)
     assert ended.err.count("the sky is falling") == 2  # the line of code and the error, and nowhere else
     (victims,) = (line for line in ended.report if "rank 0" in line)
-    assert victims == "rank 0 was at step 7, in backward, and stopped"
+    assert victims == "rank 0 was at step 7, in backward, and was stopped"
     assert "Traceback" not in ended.err
 
 

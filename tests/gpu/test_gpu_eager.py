@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_of_the_step_before(
     reads_early(monkeypatch)
     expected_message, expected = state_at_failure(case, strategy)
     assert message == expected_message
-    assert "The weights are those of the step before" in message
+    assert "The weights were not changed by this step" in message
     assert "rank 0 got nan for samples" in message
     for one, other in zip(held, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
@@ -197,7 +197,7 @@ def test_both_ranks_of_ddp_stop_at_the_spoilt_sample_of_one() -> None:
     assert ended.returncode != 0
     assert "the loss is nan at step" in ended.stderr, ended.stderr[-3000:]
     assert str(SPOILT) in ended.stderr
-    assert "The weights are those of the step before" in ended.stderr
+    assert "The weights were not changed by this step" in ended.stderr
 
 
 def test_a_stop_is_agreed_on_and_saved_at_the_last_step_that_was_taken() -> None:

@@ -9,17 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from evenstep import Task
-from evenstep.data.loader import Batch
+from evenstep.data.loader import Batch, MicroBatch
 from evenstep.errors import NonFiniteLoss
 from evenstep.plan import Plan
 from evenstep.record import Step
 from evenstep.training.loop import train
-from evenstep.training.loss_weighting import LateLoss
+from evenstep.training.loss_weighting import LateLoss, not_finite
 from evenstep.training.step import Recipe
 from evenstep.training.team import Launched, join_team
 from evenstep.training.trainer import Trainer
@@ -116,3 +117,14 @@ def test_inputs_are_free_before_the_loss_is_read(job: Trainer) -> None:
     assert [one() for one in inputs] == [None, None]
     assert math.isfinite(launched.read())
     assert launched.totals.parts[0].micro_batch.ids.tolist() == ids
+
+
+def test_samples_whose_own_data_is_nan_are_named_where_the_data_is_still_there() -> None:
+    data = torch.ones(3, 2), torch.tensor([1.0, math.inf, 1.0]), torch.arange(3)
+    data[0][2, 1] = math.nan
+    batch = MicroBatch(data, np.array([4, 17, 9]), 3)
+    said = "rank 1 got nan for samples [4, 17, 9]"
+    assert not_finite(1, [batch], [[math.nan, 3.0]]) == [
+        f"{said}: among them [17, 9], whose own data is NaN or infinite"
+    ]
+    assert not_finite(1, [batch.without_inputs()], [[math.nan, 3.0]]) == [said]

@@ -242,3 +242,22 @@ def test_a_hang_is_seen_after_the_run_folder_was_deleted() -> None:
     done = evenstep("run", "--stall-after", "2", "script.py")
     assert done.returncode == 124, done.stderr
     assert "rank 0 was last seen script.py:3 in <module>" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_calls_train_without_a_guard_gets_an_error_and_no_traceback() -> None:
+    Path("script.py").write_text(
+        "import torch, evenstep\n"
+        "def task() -> evenstep.Task:\n"
+        "    return evenstep.Task(\n"
+        "        model=lambda: torch.nn.Linear(2, 1), train=(torch.ones(8, 2),), batch=4,\n"
+        "        loss=lambda model, batch: model(batch[0]).mean(),\n"
+        "        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),\n"
+        "    )\n"
+        "evenstep.train(task, devices=2, progress=False)\n"
+    )
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {Path('script.py').resolve()}:8 calls evenstep.train, and each worker")
+    assert done.stderr.endswith('if __name__ == "__main__": evenstep.train(...)\n')
+    assert "Traceback" not in done.stderr

@@ -233,3 +233,39 @@ def test_a_script_finds_what_torchrun_gives(how: tuple[str, ...], num: str) -> N
     different = {name for name, value in theirs["environment"].items() if ours["environment"][name] != value}
     alone = {"TORCHELASTIC_USE_AGENT_STORE"} if num == "1" else set()
     assert different == {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", *alone}
+
+
+ALONE = """
+import torch
+
+model = torch.nn.Linear(2, 1)
+torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+JOINS = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+"""
+ONLY_A_TASK = """
+import evenstep
+
+def task() -> evenstep.Task: ...
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        (ALONE, "script.py never joined its 2 processes, so each trained a model of its own;"),
+        (JOINS + ALONE, ""),
+        (ONLY_A_TASK, "script.py defines a task, and ran nothing; write: evenstep train script.py"),
+    ],
+    ids=["alone", "joined", "task"],
+)
+def test_a_warning_names_a_script_that_trains_a_model_in_each_process(text: str, warning: str) -> None:
+    Path("script.py").write_text(text)
+    done = started("evenstep", "run", "--devices", "2", "script.py")
+    assert warning in done.stderr
+    assert ("warning" in done.stderr) == bool(warning)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from evenstep.record import FILE
+from evenstep.report.comparison import marking_stop
 from evenstep.report.run_list import list_runs
 from tests.marks import first_is_quick
 from tests.pure.conftest import Ended, evenstep
@@ -162,3 +163,13 @@ def test_h_is_help(verb: list[str], evenstep: Callable[..., Ended]) -> None:
     ended = evenstep(*verb, "-h")
     assert ended.code == 0
     assert "Usage: " in ended.out
+
+
+def test_a_comparison_that_was_stopped_is_listed_as_stopped() -> None:
+    assert start("--name", "whole", "--epochs", "1").wait(60) == 0
+    folder = Path("runs/compared")
+    folder.mkdir()
+    (folder / "plan.json").write_text(Path("runs/whole/plan.json").read_text())
+    with pytest.raises(KeyboardInterrupt), marking_stop(folder):
+        raise KeyboardInterrupt
+    assert state_of("compared") == "stopped"

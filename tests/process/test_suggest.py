@@ -95,7 +95,8 @@ def test_the_best_is_named_with_its_command_if_the_rounds_agree() -> None:
     text = shown(plain, faster, unsure, broken)
     assert "evenstep train my_task.py --precision bf16" in text
     assert "does not run: no compiler" in text
-    assert "none of these is worth a change" in shown(plain, unsure)
+    assert "none of these is worth a change" in shown(plain, Suggestion("--compile", "", (0.012, 0.011), 0.5, 1.0))
+    assert "nothing is recommended: --channels-last may be faster" in shown(plain, unsure)
 
 
 def test_it_says_after_how_many_steps_a_change_has_paid_for_its_start() -> None:

@@ -148,14 +148,11 @@ def test_of_a_resumed_run_alone_its_own_part_is_judged_and_the_sentence_says_so(
     middle = audit([write_run("b", batches([order[4:], range(10)], step=1), step=1, position=4)])
     assert middle.is_clean
     assert middle.sentence() == (
-        "16 samples in 2 epochs, 0 repeated, 0 missed "
-        "(from step 2 on, 4 samples into epoch 1; the runs before it were not given)"
+        "16 samples in 2 epochs, 0 repeated, 0 missed (counted from step 2 on, 4 samples into epoch 1)"
     )
     border = audit([write_run("c", batches([range(10)], step=3, first=1), step=3, position=10)])
     assert border.is_clean
-    assert border.sentence() == (
-        "10 samples, 0 repeated, 0 missed (from step 4 on, the beginning of epoch 2; the runs before it were not given)"
-    )
+    assert border.sentence() == ("10 samples, 0 repeated, 0 missed (counted from step 4 on, the beginning of epoch 2)")
 
 
 # Chains.
@@ -775,7 +772,7 @@ def test_a_run_goes_on_from_one_that_is_given_or_they_are_no_chain() -> None:
     assert audit([first, rest]).is_clean
     # Begun again because it was cut off before its first checkpoint: one training.
     assert audit([stranger, first, rest]).is_clean
-    assert audit([rest]).sentence().endswith(f"were not given: evenstep audit {first} {rest})")
+    assert audit([rest]).sentence().endswith(f"; with the runs before it: evenstep audit {first} {rest})")
     with pytest.raises(BadInput, match="the other one was resumed from first, which was not given"):
         audit([stranger, rest])
 

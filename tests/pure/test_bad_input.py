@@ -195,7 +195,10 @@ def test_a_message_is_printed_as_it_is(refused: Refused) -> None:
         ("def task(:", ["my_task.py cannot be imported: SyntaxError", "my_task.py, line 1)"]),
         ("raise ValueError('one\\ntwo\\nthree')", ["my_task.py cannot be imported: ValueError: one two three"]),
         ("exit()", ["my_task.py cannot be imported: SystemExit"]),
-        ("x = 1", ["my_task.py has no task; add a function that returns an evenstep.Task:"]),
+        (
+            "x = 1",
+            ["my_task.py has no task; if it has a training loop: evenstep run --devices 2 my_task.py; else"],
+        ),
         (
             "from evenstep import Task\ndef a() -> Task: ...\ndef b() -> Task: ...",
             ["my_task.py has 2 tasks: a, b; choose one with my_task.py:a"],

@@ -153,7 +153,7 @@ def test_what_is_no_checkpoint_is_refused() -> None:
         match="runs/empty is neither a checkpoint nor a run folder with one",
     ):
         integrity.find("runs/empty")
-    with pytest.raises(CheckpointError, match=r"notes\.txt is neither a checkpoint nor a run folder with one"):
+    with pytest.raises(CheckpointError, match=r"notes\.txt is neither a checkpoint nor a run folder; give one"):
         integrity.find("notes.txt")
     with pytest.raises(CheckpointError, match="runs/gone does not exist; give a run folder, such as runs/"):
         integrity.find("runs/gone")

@@ -30,7 +30,7 @@ def test_a_victim_that_spoke_first_is_not_the_cause(tmp_path: Path) -> None:
     found = cause(tmp_path, {0: 1, 1: 1}, {0: BACKWARD_7, 1: FORWARD_7})
     assert found.headline == "rank 1 failed at step 7, in forward"
     assert "ValueError: the sky is falling" in found.details
-    assert found.others == "rank 0 was at step 7, in backward, and stopped"
+    assert found.others == "rank 0 was at step 7, in backward, and was stopped"
     assert found.step == 7
 
 

@@ -105,7 +105,12 @@ def test_without_a_folder_the_default_of_the_parameter_called_data_stands() -> N
         ),
         ("", "gone.py", "no file gone.py; a task is a built-in name (digits, mnist, "),
         ("", "some/folder", "no file some/folder; a task is a built-in name"),
-        ("", "my_task.py", "my_task.py has no task; add a function that returns an evenstep.Task:"),
+        (
+            "",
+            "my_task.py",
+            "my_task.py has no task; if it has a training loop: evenstep run --devices 2 my_task.py; else add a "
+            "function that returns an evenstep.Task:",
+        ),
         (
             "def one() -> Task: ...\ndef two() -> Task: ...",
             "my_task.py",
@@ -119,7 +124,12 @@ def test_without_a_folder_the_default_of_the_parameter_called_data_stands() -> N
             "my_task.py:",
             "'my_task.py:' names no function; choose from my_task.py:one, my_task.py:two",
         ),
-        ("", "my_task.py:", "my_task.py has no task; add a function that returns an evenstep.Task:"),
+        (
+            "",
+            "my_task.py:",
+            "my_task.py has no task; if it has a training loop: evenstep run --devices 2 my_task.py; else add a "
+            "function that returns an evenstep.Task:",
+        ),
         ("def task(): return make(7)", "my_task:", "'my_task:' names no function; choose from my_task:task"),
         ("", "digits:", "no task called 'digits:'; did you mean digits? Built in are digits, mnist, "),
         ("def task(:\n  pass", "my_task.py", "my_task.py cannot be imported: SyntaxError: .* (my_task.py, line 10)"),

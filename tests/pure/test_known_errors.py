@@ -132,6 +132,12 @@ def test_a_slice_of_a_parameter_is_recognised(message: str) -> None:
     assert said.startswith("a parameter was used outside of the forward of its layer, where fsdp has this rank's slice")
 
 
+def test_a_loss_without_a_graph_is_sent_to_team_backward() -> None:
+    with pytest.raises(RuntimeError) as failed:
+        torch.ones(()).backward()
+    assert "only\ninside team.backward(loss, model, batch)" in (answer(failed.value) or "")
+
+
 def test_two_ranks_on_one_gpu_get_one_each() -> None:
     said = answer(SAME_GPU) or ""
     assert said.startswith("ranks 0 and 1 are on the same GPU")

@@ -782,8 +782,8 @@ def test_verdicts_that_were_reached_are_kept_when_a_later_way_cannot_be_judged(
         for config, _ in judged(base, configs, Path("runs"), Depth()):  # type: ignore[arg-type]
             reached.append(config.label)
     assert reached == ["ddp x 2"]
-    *_, (last, _) = lines({configs[0]: Verdict(is_same=True, sentence="")}, 2, 16, 1.0)
-    assert last == "1 of 2 strategies match single (batch 16, 1 s)"
+    said = [line for line, _ in lines({configs[0]: Verdict(is_same=True, sentence="")}, 2, 16, 1.0, None, configs[1:])]
+    assert said[-2:] == ["1 of 2 strategies were checked: all match single (batch 16, 1 s)", "not checked: fsdp x 2"]
 
 
 def test_a_plan_that_is_refused_is_bad_input_and_no_difference(evenstep: Callable[..., Any]) -> None:
@@ -842,5 +842,6 @@ def test_what_is_known_is_said_before_the_error_that_ends_it(
         said = json.loads(done.out)
         assert (said["is_same"], [config["way"] for config in said["ways"]]) == (False, ["ddp x 2"])
     else:
-        assert "1 of 2 strategies match single" in done.out
+        assert "1 of 2 strategies were checked: all match single" in done.out
+        assert "not checked: fsdp x 2" in done.out
     assert not Path("runs").exists()

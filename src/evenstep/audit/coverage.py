@@ -59,23 +59,23 @@ class Audit:
 
     def sentence(self) -> str:
         """The result in one line: `60000 samples, 0 repeated, 0 missed`."""
-        found = f", {self.repeated} repeated, {self.missed} missed"
+        found = f", {self.repeated:,} repeated, {self.missed:,} missed"
         if self.repeats:
-            found = f" drawn by {self.sampler}, {self.different} different, {self.missed} missed"
+            found = f" drawn by {self.sampler}, {self.different:,} different, {self.missed:,} missed"
         # Zeros alone would read as if nothing were wrong.
         if self.num_problems and not (self.repeated or self.missed):
             found += f", but {counted(self.num_problems, 'problem')}"
         if self.dropped:
-            found += f", {self.dropped} left out by drop_last"
+            found += f", {self.dropped:,} left out by drop_last"
         return self._amount() + found + (f" ({self.start})" if self.start else "")
 
     def _amount(self) -> str:
         if self.epochs == 0:
-            of = f"{self.unfinished} of " if self.epoch_length is not None else ""
+            of = f"{self.unfinished:,} of " if self.epoch_length is not None else ""
             return of + counted(self.epoch_length or 0, "sample")
-        more = f" and {self.unfinished} of the next" if self.unfinished else ""
+        more = f" and {self.unfinished:,} of the next" if self.unfinished else ""
         if self.samples_an_epoch is None:
-            return f"{self.samples - self.unfinished} samples in {self.epochs} epochs{more}"
+            return f"{self.samples - self.unfinished:,} samples in {self.epochs:,} epochs{more}"
         each = counted(self.samples_an_epoch, "sample")
         return each if self.epochs == 1 and not more else f"{each} x {counted(self.epochs, 'epoch')}{more}"
 
@@ -97,7 +97,7 @@ def _command_with_earlier(first: RunPart) -> str:
     earlier = first.folder.parent / (first.resumed_from or "")
     if first.resumed_from is None or not earlier.is_dir():
         return ""
-    return f": evenstep audit {shlex.join([str(earlier), str(first.folder)])}"
+    return f"; with the runs before it: evenstep audit {shlex.join([str(earlier), str(first.folder)])}"
 
 
 class Judge:
@@ -118,7 +118,7 @@ class Judge:
         self.start = ""
         if first.step:
             where = f"{counted(offset, 'sample')} into" if offset else "the beginning of"
-            self.start = f"from step {first.step + 1} on, {where} epoch {number + 1}; the runs before it were not given"
+            self.start = f"counted from step {first.step + 1} on, {where} epoch {number + 1}"
             self.start += _command_with_earlier(first)
         self._seen = SeenIds(self.expected.num_samples)
         self.epoch = Epoch(number, offset, self.expected, self._seen, self.problems)

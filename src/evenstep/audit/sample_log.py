@@ -232,4 +232,4 @@ def unreadable(path: Path, error: OSError) -> BadInput:
 
 
 def counted(num: int, thing: str) -> str:
-    return f"{num} {thing}" if num == 1 else f"{num} {thing}s"
+    return f"{num:,} {thing}" if num == 1 else f"{num:,} {thing}s"

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from evenstep.checkpoint.files import FOLDER, OPTIMIZER, STATE, SUMS, WEIGHTS, read_state
 from evenstep.errors import CheckpointError
+from evenstep.plan import RUNS
 
+EXAMPLE = "runs/2026-11-15-digits-ddp"
 _NAME = re.compile(r"step-([0-9]+)")
 
 
@@ -52,10 +54,14 @@ def find(where: str) -> tuple[Path, list[str]]:
             if path.is_symlink():
                 raise CheckpointError(f"{where} points to {path.resolve()}, which was moved or deleted")
             raise CheckpointError(f"{path.parent} has no checkpoint {path.name}; it has {', '.join(there) or 'none'}")
-        raise CheckpointError(f"{where} does not exist; give a run folder, such as runs/2026-11-15-digits-ddp")
+        usual = Path(RUNS) / where
+        advice = f"did you mean {usual}?" if usual.is_dir() else f"give a run folder, such as {EXAMPLE}"
+        raise CheckpointError(f"{where} does not exist; {advice}")
     if (path / SUMS).exists() or (path / STATE).exists():
         verify(path)
         return path.resolve(), []
+    if path.is_file():
+        raise CheckpointError(f"{where} is neither a checkpoint nor a run folder; give one, such as {EXAMPLE}")
     candidates = whole(path / FOLDER) or whole(path)
     if not candidates:
         raise CheckpointError(

@@ -348,8 +348,13 @@ def _in_our_words(message: str, words: Sequence[str]) -> str:
         given = [value for option, value in pairwise(words) if option == found[1]]
         given += [word.partition("=")[2] for word in words if word.startswith(f"{found[1]}=")]
         why = next((words for start, words in NUMBERS.items() if found[2].startswith(start)), found[2])
+        why = re.sub(r"^Input should be (greater|less) than or equal to (\S+)$", _bound, why)
         return f"{found[1]} is {shorten(repr(given[-1]))}: {why}" if given else message
     return message
+
+
+def _bound(found: re.Match[str]) -> str:
+    return f"write {found[2]} or {'more' if found[1] == 'greater' else 'less'}"
 
 
 def _for_task(flag: str, words: Sequence[str]) -> str:

@@ -18,7 +18,6 @@ from evenstep.cli.app import (
     JsonOption,
     MeshOption,
     OptionsArgument,
-    OutOption,
     PrecisionOption,
     QuietOption,
     SeedOption,
@@ -115,7 +114,9 @@ def compare(
     name: Annotated[
         str | None, typer.Option(help="Name of the comparison's folder; default: by date and task.")
     ] = None,
-    out: OutOption = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder in which the comparison's folder is made; default: runs.")
+    ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -11,11 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from evenstep.cli.app import (
-    BatchOption,
     DataOption,
     JsonOption,
     OptionsArgument,
-    PrecisionOption,
     WorkersOption,
     app,
     flag,
@@ -61,11 +59,15 @@ def evaluate(
     devices: Annotated[
         str | None, typer.Option(help="Number of devices, or a list such as cuda:0,cuda:1; default: those of the run.")
     ] = None,
-    batch: BatchOption = None,
-    precision: PrecisionOption = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Global batch size, over all devices; default: that of the run.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp64, fp32, tf32, bf16 or fp16; default: that of the run.")
+    ] = None,
     data: DataOption = None,
     workers: WorkersOption = None,
-    quiet: Annotated[bool, flag("--quiet", "-q", help="Show errors and the result alone.")] = False,
+    quiet: Annotated[bool, flag("--quiet", "-q", help="Show no notes: only errors and the result.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a checkpoint: the loss, metrics and scores of all validation data, the same on any number of devices."""

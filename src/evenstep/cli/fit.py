@@ -26,7 +26,7 @@ from evenstep.cli.app import (
 )
 from evenstep.cli.completion import complete_strategy
 from evenstep.cli.settings import SettingsOption, need_task
-from evenstep.strategy_facts import STRATEGIES, one_of
+from evenstep.strategy_facts import REFERENCE, STRATEGIES, one_of, usual_strategies
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -47,7 +47,8 @@ def fit(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help=f"{one_of(STRATEGIES.values())}; default: one device, and all usual strategies on --devices.",
+            help=f"{one_of(STRATEGIES.values())}; default: {REFERENCE}, and with several --devices also "
+            f"{', '.join(row.name for row in usual_strategies())}.",
             autocompletion=complete_strategy,
         ),
     ] = None,

@@ -28,6 +28,7 @@ from evenstep.cli.app import (
     WorkersOption,
     app,
     flag,
+    print_notes,
     progress,
 )
 from evenstep.cli.completion import complete_run
@@ -92,7 +93,11 @@ def predict(
     mesh: MeshOption = None,
     accumulate: Annotated[
         int | None,
-        typer.Option(min=1, help="Micro-batches of pipeline and tensor; default: 4 for each stage of a pipeline, 1."),
+        typer.Option(
+            min=1,
+            help="Micro-batches per optimizer step under pipeline and tensor; default: 4 for each stage of a pipeline; "
+            "1 for tensor.",
+        ),
     ] = None,
     pipeline_schedule: Annotated[
         str | None, typer.Option(help="Order of a pipeline: 1f1b (default), gpipe, interleaved, zero-bubble.")
@@ -122,7 +127,7 @@ def predict(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict steps on more devices from measured ones, with an interval that held 90 % of past ones."""
+    """Predict steps on more devices from measured ones, with a 90 % interval (on published tables: --check)."""
     if check:
         _check([word for word in (target, *(options or [])) if word], as_json=as_json)
         return
@@ -163,6 +168,7 @@ def _predict(records: list[Record], folder: Path, question: Question, parameters
     calibration = calibrate(records, parameters, ModelDivision.beside(folder))
     forecaster = Forecaster(calibration, question, task=records[0].plan.task_name)
     found = forecaster.forecast(shlex.join(["evenstep", *sys.argv[1:]]))
+    found = dataclasses.replace(found, notes=[*_doubts(folder), *found.notes])
     folder = _write(forecaster, found, folder / FOLDER)
     console = Console(highlight=False, emoji=False)
     if not as_json:
@@ -177,6 +183,14 @@ def _predict(records: list[Record], folder: Path, question: Question, parameters
         console.print(f"\npage  {page or why_not}", markup=False, soft_wrap=True)
     if not any(not row.is_measured for row in found.rows):
         raise typer.Exit(BadInput.exit_code)
+
+
+def _doubts(folder: Path) -> list[str]:
+    """The warning of a comparison about its times, if there is one."""
+    from evenstep.report import comparison
+    from evenstep.report.recommend import unsteady
+
+    return unsteady(comparison.Comparison.read(folder)) if os.path.isfile(folder / comparison.FILE) else []
 
 
 def _write(forecaster: Forecaster, found: Forecast, folder: Path) -> Path:
@@ -338,11 +352,12 @@ def _ranks(question: Question) -> list[int]:
 
 def _check(folders: list[str], *, as_json: bool) -> None:
     from evenstep.predict.forecast_table import show_check
-    from evenstep.predict.own_records import replay_records
+    from evenstep.predict.own_records import UNCHECKED, replay_records
     from evenstep.predict.published import check_published
 
-    own = [row for folder in folders or _kept() for row in replay_records(folder)]
-    result = check_published(own)
+    rows = {folder: list(replay_records(folder)) for folder in folders or _kept()}
+    print_notes(f"{folder} has nothing to check: {UNCHECKED}" for folder in folders if not rows[folder])
+    result = check_published([row for of_folder in rows.values() for row in of_folder])
     if as_json:
         print(json.dumps(_plain(result)))
         return

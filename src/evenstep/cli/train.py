@@ -89,11 +89,17 @@ def train(
     shards: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Ranks that share the layers of one replica, each with a part of every layer; see --mesh."
+            metavar="N",
+            help="Under tensor: ranks that share the layers of one replica, each with a part of every layer; see "
+            "--mesh.",
         ),
     ] = None,
     stages: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks that share the layers of one replica, each with some blocks.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Under pipeline: ranks that share the layers of one replica, each with some blocks; see --mesh.",
+        ),
     ] = None,
     pipeline_schedule: Annotated[
         str | None,
@@ -111,7 +117,9 @@ def train(
     micro: Annotated[
         str | None,
         typer.Option(
-            metavar="auto", help="auto: as few micro-batches as fit in memory, tried before the start (evenstep fit)."
+            metavar="auto",
+            help="auto: the fewest micro-batches with which a step fits in memory, tried before the start (evenstep "
+            "fit).",
         ),
     ] = None,
     shares: Annotated[
@@ -135,8 +143,8 @@ def train(
         typer.Option(
             metavar="METHOD",
             help="How gradients cross a slow network: none, auto (measures, exact), bf16, powersgd:RANK, "
-            "topk:FRACTION, local:STEPS, diloco:STEPS or streaming:STEPS:FRAGMENTS (4 without a number); default: "
-            "exact, once for each machine.",
+            "topk:FRACTION, local:STEPS, diloco:STEPS or streaming:STEPS[:N], N fragments (4); "
+            "default: exact, once for each machine.",
         ),
     ] = None,
     clip: Annotated[
@@ -193,7 +201,11 @@ def train(
         bool | None, flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes.")
     ] = None,
     allow_pickle: Annotated[
-        bool | None, flag("--allow-pickle", help="Allow weights files that are pickles, which can run code.")
+        bool | None,
+        flag(
+            "--allow-pickle",
+            help="Allow weights files that torch.load(weights_only=True) refuses: unpickling them can run code.",
+        ),
     ] = None,
     restarts: Annotated[
         int | None,

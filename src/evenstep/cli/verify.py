@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from evenstep.cli.app import (
     JsonOption,
     MeshOption,
     OptionsArgument,
-    OutOption,
     QuietOption,
     TaskArgument,
     app,
@@ -118,7 +117,10 @@ def verify(
     ] = None,
     data: DataOption = None,
     keep: Annotated[bool, flag("--keep", help="Keep the runs that were compared.")] = False,
-    out: OutOption = None,
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder for the runs that are compared; default: runs."),
+    ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -173,7 +175,7 @@ def verify(
             _remove(prepared.folder, is_first)
         if verdicts:
             # Also if a later configuration fails: the verdicts reached before are shown before the error.
-            shown = _Request(task, len(configs), time.monotonic() - started, keep, virtual)
+            shown = _Request(task, configs, time.monotonic() - started, keep, virtual)
             _show(prepared, settled(verdicts), shown, as_json)
     if not all(verdict.is_same for verdict in verdicts.values()):
         raise typer.Exit(EvenstepError.exit_code)
@@ -208,7 +210,7 @@ class _Request:
     """The request, and how long it took."""
 
     task: str
-    num_configs: int
+    configs: Sequence[Configuration]
     seconds: float
     keep: bool
     virtual_replicas: int | None
@@ -223,8 +225,9 @@ def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request
         return
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     print_table(table(verdicts), console)
+    batch, unchecked = prepared.plan.batch, [config for config in request.configs if config not in verdicts]
     for line, style in lines(
-        verdicts, request.num_configs, prepared.plan.batch, request.seconds, request.virtual_replicas
+        verdicts, len(request.configs), batch, request.seconds, request.virtual_replicas, unchecked
     ):
         console.print(without_control(line), style=style, markup=False)
     if request.keep:
@@ -234,7 +237,7 @@ def _show(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request
 def _values(prepared: Prepared, verdicts: Mapping[Configuration, Verdict], request: _Request) -> dict[str, Any]:
     return {
         "task": request.task,
-        "is_same": len(verdicts) == request.num_configs and all(verdict.is_same for verdict in verdicts.values()),
+        "is_same": len(verdicts) == len(request.configs) and all(verdict.is_same for verdict in verdicts.values()),
         "batch": prepared.plan.batch,
         "precision": prepared.plan.precision,
         "virtual_replicas": request.virtual_replicas,

@@ -20,6 +20,7 @@ from evenstep.launcher.prepare import free_name, label_of, prepare
 from evenstep.link_method import LINKS, parse_link
 from evenstep.plan import RUNS
 from evenstep.record import Record
+from evenstep.report.comparison import marking_stop
 from evenstep.strategy_facts import DEFAULT
 
 FILE = "links.json"
@@ -83,14 +84,15 @@ def compare_links(request: LinkRequest, log: Callable[[str], None]) -> tuple[Lin
     for link in links:
         replace(base.plan, link=link)
     records: dict[str, list[Record]] = {link: [] for link in links}
-    for number in range(request.seeds):
-        for link in links if number % 2 == 0 else reversed(links):
-            log(f"seed {number + 1} of {request.seeds}: {link}")
-            folder = base.folder / f"{link.replace(':', '-')}-seed-{number}"
-            seed = base.plan.seed + number
-            for _ in run_in_processes(variant(base, folder, steps=steps, link=link, seed=seed)):
-                pass
-            records[link].append(Record.read(folder))
+    with marking_stop(base.folder):
+        for number in range(request.seeds):
+            for link in links if number % 2 == 0 else reversed(links):
+                log(f"seed {number + 1} of {request.seeds}: {link}")
+                folder = base.folder / f"{link.replace(':', '-')}-seed-{number}"
+                seed = base.plan.seed + number
+                for _ in run_in_processes(variant(base, folder, steps=steps, link=link, seed=seed)):
+                    pass
+                records[link].append(Record.read(folder))
     comparison = judged_links(request.source, list(base.plan.devices), records, request.target)
     (base.folder / FILE).write_text(json.dumps(asdict(comparison), indent=2) + "\n")
     return comparison, base.folder

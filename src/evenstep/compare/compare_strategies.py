@@ -22,7 +22,7 @@ from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strate
 from evenstep.plan import RUNS
 from evenstep.predict.forecast import expectation
 from evenstep.record import PARTS, Measurement, Record
-from evenstep.report.comparison import Comparison, LargerBatch, Parity, Range, Row
+from evenstep.report.comparison import Comparison, LargerBatch, Parity, Range, Row, marking_stop
 from evenstep.report.recommend import advise, best
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
 from evenstep.verify import Configuration, Depth, check
@@ -85,6 +85,13 @@ def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: N
     except PlanError:
         shutil.rmtree(base.folder)
         raise
+    with marking_stop(base.folder):
+        return _measured(base, configs, request, log), base.folder
+
+
+def _measured(
+    base: Prepared, configs: Sequence[Configuration], request: CompareRequest, log: Callable[[str], None]
+) -> Comparison:
     runner = BlockRunner(base, configs[0], log, sync_batchnorm=request.sync_batchnorm)
     block = runner.block_for(configs, request.steps)
     configs = [config for config in configs if config.label not in runner.left_out]
@@ -109,7 +116,7 @@ def compare(request: CompareRequest, log: Callable[[str], None] = lambda line: N
     expected = expectation([taken.record for taken in runner.taken if taken.config.virtual_replicas is None])
     comparison = replace(comparison, advice=[*advise(comparison), *expected])
     comparison.write(base.folder)
-    return comparison, base.folder
+    return comparison
 
 
 def _parities(

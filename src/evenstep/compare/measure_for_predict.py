@@ -20,6 +20,7 @@ from evenstep.plan import RUNS
 from evenstep.predict.forecast import MICRO_BATCHES_A_STAGE
 from evenstep.predict.model_division import FILE, ModelDivision
 from evenstep.record import Record
+from evenstep.report.comparison import marking_stop
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, StrategyFacts
 from evenstep.task import has_several
 from evenstep.verify import Configuration
@@ -47,6 +48,17 @@ def measure_baseline(
         # One thread a process, on one device as on several: else a device would change with their number.
         first["threads"] = request.choices.get("threads") or 1
     base = prepare(request.source, {**request.choices, **first})
+    with marking_stop(base.folder):
+        return _measured(base, configs, request, log, ranks), base.folder
+
+
+def _measured(
+    base: Prepared,
+    configs: Sequence[Configuration],
+    request: CompareRequest,
+    log: Callable[[str], None],
+    ranks: Sequence[int],
+) -> list[Record]:
     runner = BlockRunner(base, configs[0], log)
     block = _block(runner, configs[0])
     found = []
@@ -56,7 +68,7 @@ def measure_baseline(
         found += [taken.record] if taken is not None else []
     names = named_strategies(request.strategies) if request.strategies else []
     _look(base, [STRATEGIES[name] for name in names if STRATEGIES[name].model_axis is not None], ranks, log)
-    return found, base.folder
+    return found
 
 
 def _divided(config: Configuration, batch: int, request: CompareRequest) -> Configuration:

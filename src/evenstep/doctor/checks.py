@@ -139,7 +139,8 @@ def expected(found: Sequence[Finding], devices: int, name: str = "scaling") -> l
     if not pairs:
         return []
     gives, over = _over(min(pairs, key=lambda one: _number(one, "bytes_per_second")), devices)
-    about = f"{PARAMETERS / 1e6:g} M parameters, steps of {STEP_SECONDS * 1000:g} ms, {over}"
+    network = f"a network of {PARAMETERS / 1e6:g} M parameters, {STEP_SECONDS * 1000:g} ms a step"
+    about = f"assuming {network}, and gradients averaged {over}"
     numbers: dict[str, Number] = {
         "devices": devices,
         "times": gives.times.middle,
@@ -156,7 +157,7 @@ def _over(pair: Finding, devices: int) -> tuple[Expectation, str]:
     if pair.name == Pair(("cpu", "cpu")).name:
         # Ranks of one machine average in shared memory.
         link = shared_memory(_number(pair, "copy_bytes_per_second"))
-        return expected_over(link, devices, on_gpus=False, shares_memory=True), "averaged as fast as memory is copied"
+        return expected_over(link, devices, on_gpus=False, shares_memory=True), "at the speed of a memory copy"
     link = link_of_pair(_number(pair, "latency_seconds"), _number(pair, "bytes_per_second"))
     return expected_over(link, devices, on_gpus=pair.name.endswith(", nccl")), "over the slowest link above"
 

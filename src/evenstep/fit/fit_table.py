@@ -209,7 +209,10 @@ def _about(row: FitRow) -> Iterator[str]:
         needs = f" needs {size(int(row.forecast_bytes))} ({in_words(row.kinds)})" if row.forecast_bytes else ""
         yield f"{row.label} does not fit in {limit}: the smallest micro-batch{needs}"
     else:
-        yield f"{row.label}: up to {row.micro_batch} samples at once fit in {limit}{_flag(row.accumulate)}"
+        fits = f"up to {row.micro_batch} samples at once fit"
+        if row.accumulate == 1:
+            fits = f"the whole share, {row.micro_batch} samples at once, fits"
+        yield f"{row.label}: {fits} in {limit}{_flag(row.accumulate)}"
     best = row.fastest
     if best is not None and best is not row.measured:
         faster = f"{row.label}: {best.micro_batch} samples at once were faster{_flag(best.accumulate)}"

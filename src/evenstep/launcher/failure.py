@@ -168,7 +168,8 @@ def _others(heartbeats: Mapping[int, HeartbeatState], failed: set[int]) -> str:
     parts = [
         f"{ranks_in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} {where}" for where, ranks in groups.items()
     ]
-    return f"{'; '.join(parts[:3])}{'; ...' if len(parts) > 3 else ''}, and stopped" if parts else ""
+    were = "was" if sum(map(len, groups.values())) == 1 else "were"
+    return f"{'; '.join(parts[:3])}{'; ...' if len(parts) > 3 else ''}, and {were} stopped" if parts else ""
 
 
 def _reports(logs: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -26,7 +28,7 @@ from evenstep.checkpoint import files, integrity
 from evenstep.data.prefetch import explain_worker_death
 from evenstep.distributed.devices import count_processes, share_threads, threads_for_replicas
 from evenstep.distributed.worker_process import read_rank, worker_spec
-from evenstep.errors import CheckpointError, EvenstepError, PlanError, Preempted, TrainingError
+from evenstep.errors import BadInput, CheckpointError, EvenstepError, PlanError, Preempted, TrainingError
 from evenstep.launcher.failure import cause, report, stopped_where
 from evenstep.launcher.hang import FIRST_SECONDS, LEAST_SECONDS, exit_on_stall
 from evenstep.launcher.logs import with_trace
@@ -193,17 +195,34 @@ def train(task: str | TaskFunction | Task, *, progress: bool = True, quiet: bool
     `quiet` shows messages alone, as `--quiet` does; without `progress`, nothing is shown.
     """
     if isinstance(worker_spec(), TrainingSpec):
-        raise PlanError(
-            "evenstep.train was called by a worker that imports your script; let the script alone call it:\n"
-            'if __name__ == "__main__": evenstep.train(...)'
-        )
+        raise PlanError(f"{CALLED_BY_WORKER}; let the script alone call it:\n{GUARDED}")
     unknown = sorted(set(choices) - set(CHOICES))
     if unknown:
         close = difflib.get_close_matches(unknown[0], (*CHOICES, "progress", "quiet"), n=1)
         hint = f"did you mean {close[0]}?" if close else f"train takes {', '.join(CHOICES)}"
         raise PlanError(f"unknown {', '.join(unknown)}; {hint}")
-    with settings_kept():
+    with settings_kept(), _explaining_guard():
         return watch(*prepare_run(task, choices), "nothing" if not progress else "messages" if quiet else "all")
+
+
+CALLED_BY_WORKER = "evenstep.train was called by a worker that imports your script"
+GUARDED = 'if __name__ == "__main__": evenstep.train(...)'
+
+
+@contextmanager
+def _explaining_guard() -> Iterator[None]:
+    """End a script that calls `train` without a guard with three lines: its traceback would show our frames alone."""
+    try:
+        yield
+    except BadInput as error:
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        found = re.search(rf"{CALLED_BY_WORKER}.*\((.+):(\d+)\)$", str(error), re.DOTALL)
+        if not script or not found or os.path.realpath(script) != os.path.realpath(found[1]):
+            raise
+        sys.exit(
+            f"error: {found[1]}:{found[2]} calls evenstep.train, and each worker calls it again when it imports this "
+            f"file to find the task.\nWrite it so that the script alone calls it:\n{GUARDED}"
+        )
 
 
 Shows = Literal["all", "messages", "nothing"]

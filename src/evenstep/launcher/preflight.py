@@ -141,14 +141,15 @@ class DryRun:
         return names
 
     def _check_best(self, names: list[str]) -> None:
-        metric = metric_of(self._plan.best)
+        metric, names = metric_of(self._plan.best), list(dict.fromkeys(names))
         if "" in (self._task.scores or ()):
             # It returns a dict, whose names are known after the first evaluation.
             return
         # A score may be a dict of values, named score/key.
         scores = [name for name in names if name.rpartition("/")[2] in (self._task.scores or ())]
         if find_metric(metric, names) is None and not any(metric.startswith(f"{score}/") for score in scores):
-            close = difflib.get_close_matches(metric[:MAX_CHARACTERS], names, n=1, cutoff=0.7)
+            longer = [name for name in names if name.rpartition("/")[2].startswith(metric)]
+            close = longer or difflib.get_close_matches(metric[:MAX_CHARACTERS], names, n=1, cutoff=0.7)
             raise PlanError(
                 f"--best is {shorten(metric)}, and an evaluation has {', '.join(names)}; "
                 + (f"did you mean {close[0]}?" if close else "choose one of these")

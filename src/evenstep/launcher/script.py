@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import difflib
 import os
 import pickle
 import re
@@ -17,7 +18,7 @@ from typing import Any
 from evenstep.distributed.devices import count_processes
 from evenstep.distributed.temporary_folders import live_folder
 from evenstep.distributed.worker_process import WorkerSpec
-from evenstep.errors import PlanError, WorkerFailed, shorten
+from evenstep.errors import MAX_CHARACTERS, PlanError, WorkerFailed, shorten
 from evenstep.launcher.launch import refuse_fork_after_cuda
 from evenstep.launcher.rendezvous.addresses import free_port, open_store
 from evenstep.launcher.rendezvous.pods import find_elastic_node
@@ -28,7 +29,7 @@ from evenstep.launcher.supervisor import Launch, Supervisor
 from evenstep.launcher.variables import master_variables, threads_for_script, torchrun_variables
 from evenstep.plan import RUNS, check_patience, parse_machines, parse_rendezvous
 from evenstep.report.terminal import Progress
-from evenstep.worker.main import ProgramSpec, run_function, run_program
+from evenstep.worker.main import ALONE, ProgramSpec, run_function, run_program
 
 SPELLINGS = ("--local-rank", "--local_rank")
 DECLARE = ("add_argument", "option")
@@ -46,6 +47,8 @@ NOT_OURS = {
     "--local-addr": "omit it: the address is the one that leads to the first machine",
 }
 """Options of torchrun, and what to write instead."""
+OWN = ("--devices", "--machines", "--rendezvous", "--restarts", "--module", "--stall-after", "--out", "--fresh")
+"""Options that are no torchrun's."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,8 @@ class TorchrunOptions:
 
 def in_our_words(script: Script, words: Sequence[str]) -> str:
     """The command with our options, if any of `words`, the options before the script, is torchrun's."""
-    own = ("--devices", "--machines", "--rendezvous", "--restarts", "--module", "--stall-after", "--out", "--fresh")
     foreign = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    if all(word in own for word in foreign):
+    if all(word in OWN for word in foreign):
         return ""
     several = script.machines is not None and parse_machines(script.machines) != (1, 1)
     options = [
@@ -139,8 +141,11 @@ def refuse_option(name: str) -> None:
     """Refuse an option where the script is expected, and name the alternative."""
     if name.startswith("-"):
         option = name.partition("=")[0]
-        instead = NOT_OURS.get(option.replace("_", "-"))
-        raise PlanError(f"evenstep run has no option {shorten(option)}; {instead or 'see evenstep run --help'}")
+        close = difflib.get_close_matches(option[:MAX_CHARACTERS], OWN, n=1, cutoff=0.75)
+        usual = f"did you mean {close[0]}?" if close else "see evenstep run --help"
+        raise PlanError(
+            f"evenstep run has no option {shorten(option)}; {NOT_OURS.get(option.replace('_', '-'), usual)}"
+        )
 
 
 def processes_here(given: str | None) -> int:
@@ -169,7 +174,39 @@ def run_script(script: Script, out: str | None = None, hint: str = "") -> None:
         restarts=script.restarts,
         stall_after=script.stall_after,
     )
-    _watch(Supervisor(launch, rendezvous), hint)
+    _watch(Supervisor(launch, rendezvous), hint, lambda: _unused(script, launch.folder))
+
+
+def _unused(script: Script, folder: Path) -> str:
+    """What a script that succeeded did not use: its processes, or its task; empty if nothing."""
+    alone = {path.name for path in folder.glob(f"logs/**/rank*.{ALONE}")}
+    if 1 < script.num == len(alone):
+        return (
+            f"warning: {script.name} never joined its {script.num} processes, so each trained a model of its own; see "
+            '"Your own loop" in the README'
+        )
+    if not script.is_module and only_defines_task(Path(script.name).read_text(errors="replace")):
+        return f"warning: {script.name} defines a task, and ran nothing; write: evenstep train {script.name}"
+    return ""
+
+
+def only_defines_task(source: str) -> bool:
+    """Whether a file has a task, and no line that does anything.
+
+    >>> only_defines_task("import evenstep\\ndef task() -> evenstep.Task: ...")
+    True
+    """
+    try:
+        lines = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return False
+    defines = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    is_text = [isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) for one in lines]
+    if not all(known or isinstance(one, defines) for one, known in zip(lines, is_text, strict=True)):
+        return False
+    functions = [one for one in lines if isinstance(one, ast.FunctionDef)]
+    returned = [ast.unparse(one.returns).strip("'").rpartition(".")[2] if one.returns else "" for one in functions]
+    return "Task" in returned
 
 
 def _rendezvous(script: Script) -> Rendezvous:
@@ -266,12 +303,14 @@ def old_flag(source: str, arguments: Sequence[str] = ()) -> str | None:
     return next((flag for flag in SPELLINGS if flag in known), None)
 
 
-def _watch(supervisor: Supervisor, hint: str = "") -> None:
+def _watch(supervisor: Supervisor, hint: str = "", at_end: Callable[[], str] = str) -> None:
     with Progress(None, is_bare=True) as shown:
         if hint:
             shown.log(f"in evenstep's words: {hint}")
         for event in supervisor.events():
             shown.show(event)
+        if last := at_end():
+            shown.log(last)
 
 
 def _folder(label: str, out: str = RUNS) -> Path:

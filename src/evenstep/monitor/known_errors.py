@@ -189,6 +189,14 @@ def _freed_weights(_: Match, __: Sequence[str], ___: Situation) -> str:
     )
 
 
+def _no_graph(_: Match, __: Sequence[str], ___: Situation) -> str:
+    return (
+        "the loss depends on no parameter that requires a gradient. A model that team.wrap returned computes gradients "
+        "only\ninside team.backward(loss, model, batch), where loss is a function of model and batch: def loss(model, "
+        "batch): ..."
+    )
+
+
 def _lost(_: Match, __: Sequence[str], ___: Situation) -> str:
     return "the connection to another rank was lost: that one ended first, and its report has the cause"
 
@@ -261,6 +269,7 @@ CASES = (
     ),
     _Case(r"Expected more than 1 value per channel when training", _one_sample),
     _Case(r"setStorage: .{0,500}out of bounds for storage of size 0", _freed_weights),
+    _Case(r"does not require grad and does not have a grad_fn", _no_graph),
     _Case(NO_GROUP, _no_group),
     _Case(r"gloo/.{0,500}Timed out waiting (\d+)ms|Timeout\(ms\)=(\d+)\) ran for|caught collective", _too_late, True),
     _Case(

@@ -10,6 +10,9 @@ from evenstep.distributed.world import World
 from evenstep.plan import PrecisionName
 from evenstep.strategies.base import DistributedModel
 
+BAD_DATA = "whose own data is NaN or infinite"
+"""In a report of a micro-batch, after its samples."""
+
 
 @dataclass(frozen=True)
 class NonFiniteMean:
@@ -25,17 +28,25 @@ class NonFiniteMean:
 
 def explain(world: World, model: DistributedModel, loss: NonFiniteMean) -> str:
     """Which rank's samples made the loss of a step non-finite; all ranks call this together."""
-    first, *more = [report for reports in world.gather(loss.spoilt) for report in reports] or [None]
-    where = f"; {first}" if first else "; every part is finite, their sum is not"
-    others = f", and {len(more)} other parts too" if more else ""
+    spoilt = [reports for reports in world.gather(loss.spoilt) if reports]
+    # Of all micro-batches, one whose data is the cause says most.
+    every = sorted((one for reports in spoilt for one in reports), key=lambda one: BAD_DATA not in one)
+    where = f"; {every[0]}" if every else "; every part is finite, their sum is not"
+    others = f", and {_counted(len(spoilt) - 1, 'other rank')} too" if len(spoilt) > 1 else ""
     names = [name for name, weight in model.module.named_parameters() if not is_finite(weight)]
     if any(world.gather(bool(names))):
         known = f"{names[0]} is" if names else "Some weights are"
         advice = f"{known} not finite since an earlier step: a gradient was not, though the loss was. Try --clip 1.0."
+    elif every and BAD_DATA in every[0]:
+        advice = "The weights were not changed by this step. Correct these samples, or leave them out."
     else:
-        advice = "The weights are those of the step before. A lower learning rate or --clip 1.0 often helps."
+        advice = "The weights were not changed by this step. A lower learning rate or --clip 1.0 often helps."
     hint = " fp16 holds no number above 65504; try bf16." if loss.precision == "fp16" else ""
     return f"the loss is {loss.mean} at step {loss.step} (epoch {loss.epoch + 1}){where}{others}.\n{advice}{hint}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def is_finite(weight: torch.Tensor) -> bool:

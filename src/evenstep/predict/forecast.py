@@ -505,7 +505,15 @@ class Forecaster:
             low, high = (middle, high) if self._efficiency(strategy, middle) >= KNEE else (low, middle)
         parts = self._parts(strategy, high, self._cluster(high))
         limit = limit_of(parts, computing_of(self._single) * self._batch(high) / high / self._batch(1))
-        return Knee(strategy=strategy.name, devices=high, looked_at=most, limit=limit, efficiency=KNEE)
+        is_measured = any((one.strategy, one.devices) == (strategy, high) for one in self.calibration.observed)
+        return Knee(
+            strategy=strategy.name,
+            devices=high,
+            looked_at=most,
+            limit=limit,
+            efficiency=KNEE,
+            is_measured=is_measured,
+        )
 
     def _efficiency(self, strategy: StrategyFacts, devices: int) -> float:
         return self.predict(strategy, devices, self._cluster(devices)).efficiency

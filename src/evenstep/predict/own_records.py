@@ -12,6 +12,12 @@ from evenstep.predict.forecast import Forecaster, Question
 from evenstep.predict.published import Checked
 from evenstep.record import Record
 
+UNCHECKED = (
+    "rows on one or two devices are predicted from, and rows on more, of strategies that do not divide a model, are "
+    "checked; this needs both"
+)
+"""Why a comparison may have no row to check."""
+
 
 def on_two_devices(record: Record) -> bool:
     """What is an input, if nothing else is said."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -12,9 +13,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from evenstep.errors import Preempted
 from evenstep.typed_values import Natural, Positive, Schema
 
 FILE = "comparison.json"
+STOPPED = "stopped"
+"""The file that a comparison leaves instead if it was stopped."""
 Parity = Literal["reference", "same", "differs", "unknown"]
 
 
@@ -90,6 +94,17 @@ class Row:
     def is_sound(self) -> bool:
         """Whether it is not known to differ from the reference."""
         return self.parity in ("reference", "same", "unknown")
+
+
+@contextmanager
+def marking_stop(folder: Path) -> Iterator[None]:
+    """Around measurements in a folder: if Ctrl-C or a signal ends them, STOPPED is left there."""
+    try:
+        yield
+    except (KeyboardInterrupt, Preempted):
+        with suppress(OSError):
+            (folder / STOPPED).touch()
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)

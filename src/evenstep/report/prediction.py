@@ -71,17 +71,17 @@ class Knee:
     looked_at: int
     limit: str = ""
     efficiency: float = 0.0
+    is_measured: bool = False
+    """Whether this number of devices was."""
 
     @property
     def sentence(self) -> str:
         if self.devices is None:
             return f"{self.strategy}: no knee up to {self.looked_at:,} devices"
-        has_reason = self.limit != "unexplained"
-        why = (
-            f"the limit is {LIMITS.get(self.limit, self.limit)}"
-            if has_reason
-            else "so it was measured, and the model has no reason for it"
-        )
+        why = f"the limit is {LIMITS.get(self.limit, self.limit)}"
+        if self.limit == "unexplained":
+            when = "so it was measured" if self.is_measured else "fewer devices were measured to be as slow"
+            why = f"{when}, and the model has no reason for it"
         return f"{self.strategy}: below {self.efficiency:.0%} from {self.devices:,} devices on; {why}"
 
 

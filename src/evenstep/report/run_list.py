@@ -119,7 +119,8 @@ def _of_plan(folder: Path) -> RunFacts:
     error = _first_error(folder) or _lost_rank(folder)
     values = _of(read_plan(folder))
     changed = (folder / "plan.json").stat().st_mtime
-    return RunFacts(run=str(folder), state="failed" if error else "not started", error=error, changed=changed, **values)
+    state: RunState = "stopped" if os.path.isfile(folder / comparison.STOPPED) else "failed" if error else "not started"
+    return RunFacts(run=str(folder), state=state, error=error, changed=changed, **values)
 
 
 def _of_record(folder: Path) -> RunFacts:
@@ -202,7 +203,7 @@ def runs_table(runs: Sequence[RunFacts]) -> Table:
 def _position(one: RunFacts) -> str:
     if one.state == "study" and one.trials is not None:
         return f"trial {one.suggested}/{one.trials}"
-    if one.state in ("compared", "study", "unreadable", "not started"):
+    if one.state in ("compared", "study", "unreadable", "not started") or (one.state == "stopped" and not one.step):
         return "-"
     if one.state == "done" or (one.steps is None and one.epochs is None):
         return f"step {one.step}"

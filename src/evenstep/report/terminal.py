@@ -122,7 +122,9 @@ def summary_table(summary: Summary, restarts: int = 0) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    trained = f"{summary.steps} steps, {summary.samples:,} samples in {summary.seconds:.1f} s"
+    trained = (
+        f"{summary.steps} step{'s' * (summary.steps != 1)}, {summary.samples:,} samples in {summary.seconds:.1f} s"
+    )
     table.add_row("trained", f"{trained} with evaluation and checkpoints")
     on = f"{summary.strategy}, {devices(summary.devices)}"
     table.add_row("speed", f"{summary.samples_per_second:,.0f} samples/s in steps alone ({on})")
@@ -345,6 +347,13 @@ def show_suggestions(found: list[Any], command: str, console: Console) -> None:
     worth = [one for one in others if not one.problem and min(plain.rounds) / max(one.rounds) >= MUCH]
     best = min(worth, key=lambda one: one.step_seconds, default=None)
     console.print()
+    noisy = [one.flag for one in others if not one.problem and plain.step_seconds / one.step_seconds >= MUCH]
+    if best is None and noisy:
+        doubt = f"Nothing was changed, and nothing is recommended: {', '.join(noisy)} may be faster, but the rounds of"
+        console.print(
+            f"{doubt} each trial differ by as much. Try again when this machine is quiet.", style="bold", soft_wrap=True
+        )
+        return
     if best is None:
         console.print("Nothing was changed, and none of these is worth a change.", style="bold", soft_wrap=True)
         return

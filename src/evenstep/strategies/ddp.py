@@ -387,7 +387,10 @@ def _linked(model: nn.Module, world: World, link: str | None) -> DistributedMode
         return DDPModel(model, world, _compressed(model, world, method))
     averaging = _averaging(model, world)
     if averaging is not None:
-        return AveragedModel(model, averaging, world)
+        averaged = AveragedModel(model, averaging, world)
+        if method.name == "auto":
+            averaged.notes.append("--link auto: one machine, so gradients stay in shared memory")
+        return averaged
     sums = _machine_sum(model, world) if link is None or method.name == "auto" else None
     sending = Sending(sums, BETWEEN_MACHINES_MB) if sums is not None else None
     if method.name == "auto":

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from evenstep.data.loader import MicroBatch
+from evenstep.data.nested import leaves
 from evenstep.distributed.world import World
+from evenstep.monitor.nonfinite import BAD_DATA
 from evenstep.private_apis import foreach_mul_
 from evenstep.task import Amount
 from evenstep.training.host_copy import DeviceTime, HostCopy
@@ -18,6 +20,7 @@ from evenstep.training.loss_amount import as_pair, as_sum, at_least_one, check_p
 
 if TYPE_CHECKING:
     from evenstep.distributed.shm.allreduce import PendingSum
+    from evenstep.sampling.rng import Ids
 
 
 @dataclass(slots=True)
@@ -252,7 +255,22 @@ def scale_gradients(gradients: list[torch.Tensor], factor: float | torch.Tensor)
 def not_finite(rank: int, per_replica: list[MicroBatch], pairs: list[list[float]]) -> list[str]:
     """The micro-batches whose sum is NaN or infinite, with their first sample ids."""
     return [
-        f"rank {rank} got {total} for samples {micro_batch.ids[:8].tolist()}" + " and more" * (len(micro_batch.ids) > 8)
+        f"rank {rank} got {total} for samples {_few(micro_batch.ids)}{_in_data(micro_batch)}"
         for micro_batch, (total, _) in zip(per_replica, pairs, strict=True)
         if not math.isfinite(total)
     ]
+
+
+def _few(ids: Ids) -> str:
+    return f"{ids[:8].tolist()}" + " and more" * (len(ids) > 8)
+
+
+def _in_data(micro_batch: MicroBatch) -> str:
+    """The samples whose data is NaN or infinite before the model has seen it, where the data is still there."""
+    is_bad = torch.zeros(micro_batch.num_samples, dtype=torch.bool)
+    for tensor in leaves(micro_batch.inputs):
+        has_rows = isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and len(tensor) == len(is_bad) > 0
+        if has_rows and tensor.layout is torch.strided and tensor.is_floating_point():
+            is_bad |= ~tensor.isfinite().reshape(len(tensor), -1).all(1).cpu()
+    bad = micro_batch.ids[is_bad.nonzero().flatten().tolist()]
+    return f": among them {_few(bad)}, {BAD_DATA}" if len(bad) else ""

@@ -372,13 +372,19 @@ class Team:
             self._own_batches = OwnBatches(self.world, self._fit)
         return self._own_batches
 
-    def backward(self, loss: Callable[[Any, Any], Amount], model: Models, batch: Any) -> MeanLoss:
+    def backward(self, loss: Callable[[Any, Any], Amount], model: Models = (), batch: Any = None) -> MeanLoss:
         """Compute the gradients of the global batch; returns its mean loss, a float that knows its `count`.
 
         `batch` is one of a loader, or tensors with a row for each sample: this process's part of the global batch,
         which may be larger than another's. Of several models the first is trained, and the others are frozen:
         `backward(loss, (d, g), batch)` calls `loss((d, g), data)`.
         """
+        if not callable(loss):
+            # model and batch have defaults for this: in `backward(loss(model, batch))` they are missing.
+            raise TaskError(
+                f"backward takes the function that computes the loss, and got a {type(loss).__name__}; give the "
+                "function: team.backward(loss, model, batch)"
+            )
         models = (model,) if isinstance(model, DistributedModel) else _as_tuple(model)
         if not isinstance(batch, Batch):
             batch = self.own_batches.make(batch)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import replace
 from typing import get_args
 
 import torch
 
 from evenstep.distributed.devices import check_devices, choose_devices
-from evenstep.errors import PlanError
+from evenstep.errors import MAX_CHARACTERS, PlanError
 from evenstep.link_method import parse_link
 from evenstep.mesh import has_axes, refuse_axes
 from evenstep.plan import Plan, ScheduleName, parse_devices, parse_shares
@@ -115,9 +116,10 @@ def named_strategies(text: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown or not names:
+        close = difflib.get_close_matches(unknown[0][:MAX_CHARACTERS], STRATEGIES, n=1) if unknown else []
         raise PlanError(
             f"unknown strategy {', '.join(unknown) or text!r}; choose from {', '.join(STRATEGIES)}, "
-            f"several with commas: {DEFAULT_IN_ONE_PROCESS},{DEFAULT}"
+            f"several with commas: {DEFAULT_IN_ONE_PROCESS},{DEFAULT}{f'; did you mean {close[0]}?' if close else ''}"
         )
     return names
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -136,22 +136,38 @@ def lines(
     batch: int,
     seconds: float,
     virtual_replicas: int | None = None,
+    unchecked: Sequence[Configuration] = (),
 ) -> Iterator[tuple[str, str]]:
-    """The lines below the table: each configuration that differs, then notes and the result."""
+    """The lines below the table: each configuration that differs, then notes and the result.
+
+    `unchecked` are those of the configurations that were not reached.
+    """
     for alike in _by_cause(verdicts):
         yield from _paragraph(alike)
     notes = dict.fromkeys(note for verdict in verdicts.values() for note in verdict.notes)
     yield "", ""
-    if virtual_replicas is None and any(
-        part.difference for verdict in verdicts.values() for part in verdict.parts.values()
-    ):
-        yield "Numbers are the max relative difference from single; without a number: identical.", "dim"
+    if legend := _legend(verdicts, virtual_replicas is None):
+        yield legend, "dim"
     yield from ((f"note: {note}", "dim") for note in notes)
-    good = sum(verdict.is_same for verdict in verdicts.values())
-    number = "all" if good == num_configs else f"{good} of {num_configs}"
+    good, checked = sum(verdict.is_same for verdict in verdicts.values()), num_configs - len(unchecked)
+    number = "all" if good == checked else good if unchecked else f"{good} of {num_configs}"
     match = "match single" if virtual_replicas is None else "have the bits of single"
     cut = "" if virtual_replicas is None else f" in {virtual_replicas} virtual replicas"
-    yield f"{number} strategies {match} (batch {batch}{cut}, {seconds:.0f} s)", "bold"
+    what = f"{checked} of {num_configs} strategies were checked: {number}" if unchecked else f"{number} strategies"
+    yield f"{what} {match} (batch {batch}{cut}, {seconds:.0f} s)", "bold"
+    if unchecked:
+        yield f"not checked: {', '.join(config.label for config in unchecked)}", "bold"
+
+
+def _legend(verdicts: Mapping[Configuration, Verdict], shows_numbers: bool) -> str:
+    cells = [verdict.parts.get(name) for verdict in verdicts.values() for name in PARTS]
+    differences = [part.difference if part is not None else None for part in cells]
+    said = []
+    if shows_numbers and any(differences):
+        said.append("Numbers are the max relative difference from single; without a number: identical.")
+    if None in differences and any(one is not None for one in differences):
+        said.append("-: not compared.")
+    return " ".join(said)
 
 
 def _by_cause(verdicts: Mapping[Configuration, Verdict]) -> list[dict[Configuration, Verdict]]:

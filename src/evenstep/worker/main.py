@@ -119,7 +119,7 @@ class ProgramSpec(WorkerSpec):
 def run_program(spec: ProgramSpec) -> None:
     """Run it as if Python had been started with it, and end the process as Python would."""
     detach_from_server()
-    _run(spec, lambda: _as_main(spec))
+    _run(spec, lambda: _marked_main(spec))
 
 
 def run_function(spec: WorkerSpec, results: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -176,6 +176,32 @@ def _exit_code(request: SystemExit) -> int:
         return (request.code or 0) & 0xFF
     print(request.code, file=sys.stderr)
     return 1
+
+
+ALONE = "alone"
+"""Ending of the file that a rank leaves in its logs if it trained and never joined the others."""
+
+
+def _marked_main(spec: ProgramSpec) -> None:
+    try:
+        _as_main(spec)
+    finally:
+        if _trained_alone():
+            with suppress(OSError):
+                Path(spec.logs, f"rank{read_rank()[0]}.{ALONE}").touch()
+
+
+def _trained_alone() -> bool:
+    """Whether this process made an optimizer and, for certain, no process group."""
+    torch = sys.modules.get("torch")
+    # init_process_group leaves an excepthook, also after destroy_process_group.
+    if torch is None or sys.excepthook is not sys.__excepthook__ or torch.distributed.is_initialized():
+        return False
+    kinds = [torch.optim.Optimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    # Optimizer.__init__ marks the step of its class.
+    return any(getattr(kind.step, "hooked", False) for kind in kinds)
 
 
 def _as_main(program: ProgramSpec) -> None:

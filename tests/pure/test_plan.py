@@ -18,7 +18,7 @@ from evenstep.report.terminal import batch_in_words
 from evenstep.sampling import batch_shares
 from evenstep.sampling.order import Lengths
 from evenstep.strategy_facts import STRATEGIES
-from evenstep.trackers import clients, points
+from evenstep.trackers import clients, once_per_step
 
 
 def cpus(num: int) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def test_the_batch_is_cut_up_in_one_line(values: dict[str, Any], num_samples: in
     assert batch_in_words(make(**values), Lengths(num_samples)) == line
 
 
-@pytest.mark.parametrize("module", [plan, batch_shares, strategy_facts, points, clients])
+@pytest.mark.parametrize("module", [plan, batch_shares, strategy_facts, once_per_step, clients])
 def test_examples_in_docstrings_are_true(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0

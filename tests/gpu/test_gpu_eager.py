@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -181,7 +182,8 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_of_the_step_before(
     message, held = state_at_failure(case, strategy)
     reads_early(monkeypatch)
     expected_message, expected = state_at_failure(case, strategy)
-    assert message == expected_message
+    # Where a loss is read at once, its samples are still there, and those that hold NaN are named besides.
+    assert message.split(".\n")[0] == re.split(r": among them|\.\n", expected_message)[0]
     assert "The weights were not changed by this step" in message
     assert "rank 0 got nan for samples" in message
     for one, other in zip(held, expected, strict=True):

@@ -55,7 +55,7 @@ def find(where: str) -> tuple[Path, list[str]]:
                 raise CheckpointError(f"{where} points to {path.resolve()}, which was moved or deleted")
             raise CheckpointError(f"{path.parent} has no checkpoint {path.name}; it has {', '.join(there) or 'none'}")
         usual = Path(RUNS) / where
-        advice = f"did you mean {usual}?" if usual.is_dir() else f"give a run folder, such as {EXAMPLE}"
+        advice = f"did you mean {usual}?" if os.path.isdir(usual) else f"give a run folder, such as {EXAMPLE}"
         raise CheckpointError(f"{where} does not exist; {advice}")
     if (path / SUMS).exists() or (path / STATE).exists():
         verify(path)

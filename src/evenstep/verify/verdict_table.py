@@ -162,12 +162,12 @@ def lines(
 def _legend(verdicts: Mapping[Configuration, Verdict], shows_numbers: bool) -> str:
     cells = [verdict.parts.get(name) for verdict in verdicts.values() for name in PARTS]
     differences = [part.difference if part is not None else None for part in cells]
-    said = []
+    sentences = []
     if shows_numbers and any(differences):
-        said.append("Numbers are the max relative difference from single; without a number: identical.")
+        sentences.append("Numbers are the max relative difference from single; without a number: identical.")
     if None in differences and any(one is not None for one in differences):
-        said.append("-: not compared.")
-    return " ".join(said)
+        sentences.append("-: not compared.")
+    return " ".join(sentences)
 
 
 def _by_cause(verdicts: Mapping[Configuration, Verdict]) -> list[dict[Configuration, Verdict]]:

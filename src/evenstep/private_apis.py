@@ -10,6 +10,7 @@ from __future__ import annotations
 import _random
 import atexit
 import ctypes
+import functools
 import importlib
 import random
 import re
@@ -230,6 +231,27 @@ def take_over(wrapper: nn.Module, before: nn.Module) -> None:
     reducer._remove_autograd_hooks()
     if before._compiled_call_impl is not None:
         wrapper.compile()
+
+
+@cache
+def free_group_after_reducer() -> None:
+    """Let a DDP wrapper free its reducer before its process group.
+
+    When the reducer is the last owner of a gloo group, as after destroy_process_group, torch joins the group's threads
+    without releasing the GIL, and waits forever for a thread that needs it to free a tensor (torch 2.13).
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    kind: Any = DistributedDataParallel
+    make_reducer = kind._ddp_init_helper
+
+    @functools.wraps(make_reducer)
+    def make_reducer_first(wrapper: Any, *arguments: Any, **options: Any) -> None:
+        make_reducer(wrapper, *arguments, **options)
+        # Attributes are freed in the order in which they were set.
+        wrapper.process_group = vars(wrapper).pop("process_group")
+
+    kind._ddp_init_helper = make_reducer_first
 
 
 # transformers.

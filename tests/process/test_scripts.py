@@ -50,6 +50,10 @@ def test_a_script_for_torchrun() -> None:
     assert saved()["model"]["weight"].shape == (1, 10)
 
 
+def test_a_script_that_destroys_its_group_before_its_ddp_model() -> None:
+    run("groups_in_turn.py")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("declared", DECLARATIONS)
 def test_a_script_that_is_given_its_local_rank_in_the_spelling_it_knows(declared: str, tmp_path: Path) -> None:

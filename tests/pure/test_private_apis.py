@@ -338,6 +338,29 @@ dist.destroy_process_group()
     )
 
 
+def test_ddp_frees_its_reducer_before_its_group(tmp_path: Path) -> None:
+    run_in_child(
+        exec,
+        f"""
+import copy, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from evenstep import private_apis
+private_apis.free_group_after_reducer()
+store = dist.FileStore({str(tmp_path / "store")!r}, 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+model = DistributedDataParallel(nn.Linear(2, 2))
+for one in (model, copy.deepcopy(model)):
+    names = list(vars(one))
+    # The logger owns the reducer, too.
+    assert names.index("process_group") > max(names.index("reducer"), names.index("logger"))
+    assert one.process_group is dist.group.WORLD
+dist.destroy_process_group()
+""",
+        {},
+    )
+
+
 class OfAll(IterableDataset[bool]):
     def __iter__(self) -> Any:
         before = get_worker_info() is not None

@@ -33,7 +33,7 @@ from evenstep.distributed.worker_process import (
     unblock_signals,
 )
 from evenstep.errors import EvenstepError, Preempted, shorten
-from evenstep.private_apis import run_module_as_main, wait_for_threads
+from evenstep.private_apis import free_group_after_reducer, run_module_as_main, wait_for_threads
 from evenstep.strategy_facts import StrategyFacts, add_strategy
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ def _run(spec: WorkerSpec, what: Callable[[], None]) -> None:
         os.setsid()
     begin(spec)
     tidy_up_at_exit()
+    if "torch" in sys.modules:
+        free_group_after_reducer()
     unblock_signals()
     try:
         what()

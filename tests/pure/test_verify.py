@@ -730,7 +730,7 @@ def test_ways_with_one_cause_get_one_paragraph() -> None:
     verdicts = {
         config: failing(config, cause="cut", why=f"single gives what {config.label} gives") for config in configs
     }
-    said = [line for line, _ in lines(verdicts, 3, 16, 1.0)]
+    said = [line for line, _ in lines(verdicts, configs, 16, 1.0)]
     assert said[:6] == [
         "",
         "dp x 2 differs.",
@@ -740,7 +740,7 @@ def test_ways_with_one_cause_get_one_paragraph() -> None:
         "  tested: one test",
     ]
     verdicts[configs[1]] = failing(configs[1], cause="rank", why="it depends on the rank")
-    said = [line for line, _ in lines(verdicts, 3, 16, 1.0)]
+    said = [line for line, _ in lines(verdicts, configs, 16, 1.0)]
     assert [line for line in said if "why" in line] == [
         "  why: single gives what each of them gives.",
         "  why: it depends on the rank.",
@@ -782,7 +782,7 @@ def test_verdicts_that_were_reached_are_kept_when_a_later_way_cannot_be_judged(
         for config, _ in judged(base, configs, Path("runs"), Depth()):  # type: ignore[arg-type]
             reached.append(config.label)
     assert reached == ["ddp x 2"]
-    said = [line for line, _ in lines({configs[0]: Verdict(is_same=True, sentence="")}, 2, 16, 1.0, None, configs[1:])]
+    said = [line for line, _ in lines({configs[0]: Verdict(is_same=True, sentence="")}, configs, 16, 1.0)]
     assert said[-2:] == ["1 of 2 strategies were checked: all match single (batch 16, 1 s)", "not checked: fsdp x 2"]
 
 

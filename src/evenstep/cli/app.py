@@ -8,12 +8,14 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
 from itertools import count, pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -79,6 +81,43 @@ def flag(*names: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, metavar="", help=help, **more)
 
 
+def fields_as_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take frozen dataclasses, whose fields are its arguments and options, in this order.
+
+    Typer reads a function's signature; this one has a parameter for each field.
+    """
+    kinds = {name: kind for name, kind in get_type_hints(command).items() if name != "return"}
+
+    @wraps(command)
+    def from_values(**values: object) -> None:
+        command(**{name: _from_values(name, kind, values) for name, kind in kinds.items()})
+
+    parameters = [one for name, kind in kinds.items() for one in _parameters(name, kind)]
+    vars(from_values)["__signature__"] = inspect.Signature(parameters)
+    return from_values
+
+
+def _from_values(name: str, kind: type, values: Mapping[str, object]) -> object:
+    return kind(**{one.name: values[one.name] for one in fields(kind)}) if is_dataclass(kind) else values[name]
+
+
+def _parameters(name: str, kind: type) -> list[inspect.Parameter]:
+    """Those of a dataclass, or one parameter that stays as it is, such as typer's context."""
+    if not is_dataclass(kind):
+        return [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)]
+    types = get_type_hints(kind, include_extras=True)
+    return [
+        inspect.Parameter(
+            one.name,
+            # Only these may lack a default after one that has a default.
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if one.default is MISSING else one.default,
+            annotation=types[one.name],
+        )
+        for one in fields(kind)
+    ]
+
+
 TaskArgument = Annotated[str | None, typer.Argument(metavar="TASK", help=TASKS, autocompletion=complete_task)]
 OptionsArgument = Annotated[
     list[str] | None,
@@ -139,6 +178,14 @@ ThreadsOption = Annotated[
 WorkersOption = Annotated[
     int | None, typer.Option(help="Loader processes per rank, unless data is tensors; default: by free cores.")
 ]
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The last options of most commands: what they show."""
+
+    quiet: QuietOption = False
+    as_json: JsonOption = False
 
 
 def refuse_broken(words: Iterable[str], where: str = "on the command line") -> None:

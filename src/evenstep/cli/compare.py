@@ -6,8 +6,9 @@ import dataclasses
 import json
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,25 +16,24 @@ from rich.console import Console
 from evenstep.cli.app import (
     BatchOption,
     DataOption,
-    JsonOption,
     MeshOption,
-    OptionsArgument,
+    OutputOptions,
     PrecisionOption,
-    QuietOption,
     SeedOption,
-    TaskArgument,
     ThreadsOption,
     WorkersOption,
     app,
+    fields_as_options,
     flag,
     progress,
 )
-from evenstep.cli.settings import SettingsOption, need_task
+from evenstep.cli.settings import TaskArguments, need_task
 from evenstep.errors import BadInput
 from evenstep.strategy_facts import STRATEGIES, with_processes
 
 if TYPE_CHECKING:
     from evenstep.compare.compare_links import LinkRequest
+    from evenstep.compare.compare_strategies import CompareRequest
     from evenstep.report.comparison import Comparison
 
 EXAMPLES = """
@@ -47,51 +47,51 @@ evenstep compare my_task.py --devices cuda:0/cuda:0,cuda:1 --precision bf16
 """
 
 
-@app.command(epilog=EXAMPLES)
-def compare(
-    task: TaskArgument = None,
-    options: OptionsArgument = None,
-    settings: SettingsOption = None,
+@dataclass(frozen=True)
+class CompareOptions:
+    """Options of `evenstep compare`."""
+
     devices: Annotated[
         str,
         typer.Option(
             help="Device counts such as 1,2,4, or lists of different lengths with slashes: cuda:0/cuda:0,cuda:1."
         ),
-    ] = "1,2",
+    ] = "1,2"
     strategies: Annotated[
         str | None, typer.Option(help=f"Comma-separated: {', '.join(STRATEGIES)}; default: all that can run here.")
-    ] = None,
+    ] = None
     rounds: Annotated[
         int, typer.Option(min=1, max=50, help="How often each strategy is measured; more is more reliable.")
-    ] = 3,
+    ] = 3
     steps: Annotated[
         int | None, typer.Option(min=2, help="Timed steps in each measurement; default: one second of them.")
-    ] = None,
-    batch: BatchOption = None,
-    precision: PrecisionOption = None,
-    workers: WorkersOption = None,
-    threads: ThreadsOption = None,
-    data: DataOption = None,
-    seed: SeedOption = None,
+    ] = None
+    batch: BatchOption = None
+    precision: PrecisionOption = None
+    workers: WorkersOption = None
+    threads: ThreadsOption = None
+    data: DataOption = None
+    seed: SeedOption = None
     sync_batchnorm: Annotated[
-        bool, flag("--sync-batchnorm", help=f"Use SyncBatchNorm under {with_processes()}.")
-    ] = False,
+        bool,
+        flag("--sync-batchnorm", help=f"Use SyncBatchNorm under {with_processes()}."),
+    ] = False
     virtual_replicas: Annotated[
         int | None,
         typer.Option(metavar="V", min=1, help="Measure each strategy also with V virtual replicas: what they cost."),
-    ] = None,
+    ] = None
     shares: Annotated[
         str | None,
         typer.Option(metavar="N,N,...", help="Measure strategies also with these shares of a batch: what they gain."),
-    ] = None,
-    mesh: MeshOption = None,
+    ] = None
+    mesh: MeshOption = None
     accumulate: Annotated[
         int,
         typer.Option(
             help="Micro-batches per optimizer step, in all rows but the first: that is the reference, one device with "
             "the whole batch."
         ),
-    ] = 1,
+    ] = 1
     pipeline_schedule: Annotated[
         str | None,
         typer.Option(
@@ -99,64 +99,89 @@ def compare(
             help="Orders in which a pipeline computes its micro-batches, a row for each: 1f1b, gpipe, interleaved, "
             "zero-bubble.",
         ),
-    ] = None,
+    ] = None
     links: Annotated[
         str | None,
         typer.Option(
             metavar="METHOD,...",
             help="Compare trainings by --link instead, such as none,bf16,local:20: time to the same loss.",
         ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="With --links: seeds that each method trains with.")] = 3,
+    ] = None
+    seeds: Annotated[int, typer.Option(help="With --links: seeds that each method trains with.")] = 3
     target: Annotated[
         float | None, typer.Option(help="With --links: loss to reach; default: what the first method reaches.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the comparison's folder; default: by date and task.")
-    ] = None,
+    ] = None
+    name: Annotated[str | None, typer.Option(help="Name of the comparison's folder; default: by date and task.")] = None
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder in which the comparison's folder is made; default: runs.")
-    ] = None,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+
+
+@app.command(epilog=EXAMPLES)
+@fields_as_options
+def compare(which: TaskArguments, given: CompareOptions, output: OutputOptions) -> None:
     """Measure the speed of strategies on your task: a table, a recommendation, and an HTML page in runs/."""
+    source, options = need_task(which, "compare")
+    choices = {
+        "batch": given.batch,
+        "precision": given.precision,
+        "workers": given.workers,
+        "threads": given.threads,
+        "data": given.data,
+        "seed": given.seed,
+        "name": given.name,
+        "out": given.out,
+        "options": options,
+    }
+    if given.links is not None:
+        _compare_links(_link_request(source, given.links, choices, given), output)
+    else:
+        _compare_strategies(_request(source, choices, given), output)
+
+
+def _request(source: str, choices: dict[str, Any], given: CompareOptions) -> CompareRequest:
     from evenstep.compare.compare_strategies import CompareRequest
-    from evenstep.compare.compare_strategies import compare as measure
-    from evenstep.report.terminal import show_comparison
 
-    task, given = need_task(task, options, settings, "compare")
-    choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads, "data": data}
-    if links is not None:
-        from evenstep.compare.compare_links import LinkRequest
-
-        chosen = {**choices, "seed": seed, "name": name, "out": out, "options": given, "steps": steps}
-        num = devices.rpartition(",")[2] if devices.replace(",", "").isdigit() else devices
-        _compare_links(
-            LinkRequest(source=task, links=links, devices=num, seeds=seeds, target=target, choices=chosen),
-            quiet,
-            as_json,
-        )
-        return
-    request = CompareRequest(
-        source=task,
-        strategies=strategies,
-        devices=devices,
-        rounds=rounds,
-        steps=steps,
-        sync_batchnorm=sync_batchnorm,
-        virtual_replicas=virtual_replicas,
-        shares=shares,
-        mesh=mesh,
-        accumulate=accumulate,
-        schedules=pipeline_schedule,
-        choices={**choices, "seed": seed, "name": name, "out": out, "options": given},
+    return CompareRequest(
+        source=source,
+        strategies=given.strategies,
+        devices=given.devices,
+        rounds=given.rounds,
+        steps=given.steps,
+        sync_batchnorm=given.sync_batchnorm,
+        virtual_replicas=given.virtual_replicas,
+        shares=given.shares,
+        mesh=given.mesh,
+        accumulate=given.accumulate,
+        schedules=given.pipeline_schedule,
+        choices=choices,
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )
-    with progress(quiet=quiet) as log:
-        comparison, folder = measure(request, log)
+
+
+def _link_request(source: str, links: str, choices: dict[str, Any], given: CompareOptions) -> LinkRequest:
+    """Of several numbers of devices, the last."""
+    from evenstep.compare.compare_links import LinkRequest
+
+    devices = given.devices
+    return LinkRequest(
+        source=source,
+        links=links,
+        devices=devices.rpartition(",")[2] if devices.replace(",", "").isdigit() else devices,
+        seeds=given.seeds,
+        target=given.target,
+        choices={**choices, "steps": given.steps},
+    )
+
+
+def _compare_strategies(request: CompareRequest, output: OutputOptions) -> None:
+    from evenstep.compare.compare_strategies import compare
+    from evenstep.report.terminal import show_comparison
+
+    with progress(quiet=output.quiet) as log:
+        comparison, folder = compare(request, log)
     page, why_not = _page(comparison, folder)
-    if as_json:
+    if output.as_json:
         print(json.dumps({**dataclasses.asdict(comparison), "folder": str(folder), "page": page}))
         return
     console = Console(highlight=False, emoji=False)
@@ -174,13 +199,13 @@ def _page(comparison: Comparison, folder: Path) -> tuple[str | None, str]:
         return None, f"was not written: {error}; then run evenstep report {folder}"
 
 
-def _compare_links(request: LinkRequest, quiet: bool, as_json: bool) -> None:
+def _compare_links(request: LinkRequest, output: OutputOptions) -> None:
     from evenstep.compare.compare_links import compare_links, link_lines
     from evenstep.report.terminal import print_table, table_of
 
-    with progress(quiet=quiet) as log:
+    with progress(quiet=output.quiet) as log:
         comparison, folder = compare_links(request, log)
-    if as_json:
+    if output.as_json:
         print(json.dumps({**dataclasses.asdict(comparison), "folder": str(folder)}))
         return
     console = Console(highlight=False, emoji=False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from evenstep.cli.app import (
     OptionsArgument,
     WorkersOption,
     app,
+    fields_as_options,
     flag,
     note_on_best,
     print_notes,
@@ -24,7 +25,10 @@ from evenstep.cli.app import (
     without_nan,
 )
 from evenstep.cli.completion import complete_run, complete_strategy, complete_task
-from evenstep.cli.settings import SettingsOption, choose_task
+from evenstep.cli.settings import SettingsOption, TaskArguments, choose_task
+
+if TYPE_CHECKING:
+    from evenstep.launcher.evaluating import EvaluatedCheckpoint
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -37,8 +41,10 @@ evenstep evaluate runs/mine my_task.py split=test --strategy ddp --devices 2
 """
 
 
-@app.command(epilog=EXAMPLES)
-def evaluate(
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Arguments and options of `evenstep evaluate`."""
+
     checkpoint: Annotated[
         str,
         typer.Argument(
@@ -46,51 +52,62 @@ def evaluate(
             help="A run folder (its newest checkpoint), or a checkpoint, such as runs/mine/checkpoints/best.",
             autocompletion=complete_run,
         ),
-    ],
+    ]
     task: Annotated[
         str | None,
         typer.Argument(metavar="TASK", help="Task to use; default: that of the run.", autocompletion=complete_task),
-    ] = None,
-    options: OptionsArgument = None,
-    settings: SettingsOption = None,
+    ] = None
+    options: OptionsArgument = None
+    settings: SettingsOption = None
     strategy: Annotated[
         str | None, typer.Option(help="Default: that of the run.", autocompletion=complete_strategy)
-    ] = None,
+    ] = None
     devices: Annotated[
         str | None, typer.Option(help="Number of devices, or a list such as cuda:0,cuda:1; default: those of the run.")
-    ] = None,
+    ] = None
     batch: Annotated[
         int | None, typer.Option(help="Global batch size, over all devices; default: that of the run.")
-    ] = None,
+    ] = None
     precision: Annotated[
-        str | None, typer.Option(help="fp64, fp32, tf32, bf16 or fp16; default: that of the run.")
-    ] = None,
-    data: DataOption = None,
-    workers: WorkersOption = None,
-    quiet: Annotated[bool, flag("--quiet", "-q", help="Show no notes: only errors and the result.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+        str | None,
+        typer.Option(help="fp64, fp32, tf32, bf16 or fp16; default: that of the run."),
+    ] = None
+    data: DataOption = None
+    workers: WorkersOption = None
+    quiet: Annotated[bool, flag("--quiet", "-q", help="Show no notes: only errors and the result.")] = False
+    as_json: JsonOption = False
+
+
+@app.command(epilog=EXAMPLES)
+@fields_as_options
+def evaluate(given: EvaluateOptions) -> None:
     """Evaluate a checkpoint: the loss, metrics and scores of all validation data, the same on any number of devices."""
-    task, given = choose_task(task, options, settings, f"evaluate {checkpoint}")
+    which = TaskArguments(given.task, given.options, given.settings)
+    task, options = choose_task(which, f"evaluate {given.checkpoint}")
     from evenstep.launcher.evaluating import evaluate as evaluated
-    from evenstep.report.terminal import number, plain
 
     choices = {
-        "strategy": strategy,
-        "devices": devices,
-        "batch": batch,
-        "precision": precision,
-        "data": data,
-        "workers": workers,
-        "options": given,
+        "strategy": given.strategy,
+        "devices": given.devices,
+        "batch": given.batch,
+        "precision": given.precision,
+        "data": given.data,
+        "workers": given.workers,
+        "options": options,
     }
-    refuse_study(checkpoint)
-    log = (lambda notes: None) if quiet else print_notes
-    found = evaluated(checkpoint, task, choices, log)
-    log(note_on_best(checkpoint))
-    if as_json:
+    refuse_study(given.checkpoint)
+    log = (lambda notes: None) if given.quiet else print_notes
+    found = evaluated(given.checkpoint, task, choices, log)
+    log(note_on_best(given.checkpoint))
+    if given.as_json:
         print(json.dumps(without_nan(asdict(found))))
-        return
+    else:
+        _show(found)
+
+
+def _show(found: EvaluatedCheckpoint) -> None:
+    from evenstep.report.terminal import number, plain
+
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

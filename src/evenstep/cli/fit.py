@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -12,20 +13,18 @@ from evenstep.cli.app import (
     BatchOption,
     CheckpointActivationsOption,
     DataOption,
-    JsonOption,
-    OptionsArgument,
     OutOption,
+    OutputOptions,
     PrecisionOption,
-    QuietOption,
     SeedOption,
-    TaskArgument,
     ThreadsOption,
     WorkersOption,
     app,
+    fields_as_options,
     progress,
 )
 from evenstep.cli.completion import complete_strategy
-from evenstep.cli.settings import SettingsOption, need_task
+from evenstep.cli.settings import TaskArguments, need_task
 from evenstep.strategy_facts import REFERENCE, STRATEGIES, one_of, usual_strategies
 
 EXAMPLES = """
@@ -39,11 +38,10 @@ evenstep fit my_task.py --strategy fsdp --devices 64 --memory 80GB --batch 1024 
 """
 
 
-@app.command(epilog=EXAMPLES)
-def fit(
-    task: TaskArgument = None,
-    options: OptionsArgument = None,
-    settings: SettingsOption = None,
+@dataclass(frozen=True)
+class FitOptions:
+    """Options of `evenstep fit`."""
+
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -51,17 +49,17 @@ def fit(
             f"{', '.join(row.name for row in usual_strategies())}.",
             autocompletion=complete_strategy,
         ),
-    ] = None,
+    ] = None
     devices: Annotated[
         str,
         typer.Option(
             help="Number of devices, or a list such as cuda:0,cuda:1; more than this machine has are forecast."
         ),
-    ] = "1",
+    ] = "1"
     memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Memory of each device, such as 24GB or 16GiB; default: what is free here."),
-    ] = None,
+    ] = None
     pipeline_schedule: Annotated[
         str | None,
         typer.Option(
@@ -69,43 +67,48 @@ def fit(
             help="Order in which a pipeline computes its micro-batches: 1f1b (default), gpipe, interleaved or "
             "zero-bubble.",
         ),
-    ] = None,
-    batch: BatchOption = None,
-    precision: PrecisionOption = None,
-    checkpoint_activations: CheckpointActivationsOption = None,
-    workers: WorkersOption = None,
-    threads: ThreadsOption = None,
-    data: DataOption = None,
-    seed: SeedOption = None,
-    out: OutOption = None,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    batch: BatchOption = None
+    precision: PrecisionOption = None
+    checkpoint_activations: CheckpointActivationsOption = None
+    workers: WorkersOption = None
+    threads: ThreadsOption = None
+    data: DataOption = None
+    seed: SeedOption = None
+    out: OutOption = None
+
+
+@app.command(epilog=EXAMPLES)
+@fields_as_options
+def fit(which: TaskArguments, given: FitOptions, output: OutputOptions) -> None:
     """Forecast the memory of a step by kind (weights, gradients ...), and find the largest and fastest micro-batch."""
     from evenstep.fit.fit_table import fit_to_json, show_fit
     from evenstep.fit.memory_model import parse_bytes
     from evenstep.launcher.fit_micro_batch import FitRequest
     from evenstep.launcher.fit_micro_batch import fit as find
 
-    task, given = need_task(task, options, settings, "fit")
-    choices = {"batch": batch, "precision": precision, "workers": workers, "threads": threads, "data": data}
+    source, options = need_task(which, "fit")
     request = FitRequest(
-        source=task,
-        strategy=strategy,
-        devices=devices,
-        memory=parse_bytes(memory) if memory is not None else None,
+        source=source,
+        strategy=given.strategy,
+        devices=given.devices,
+        memory=parse_bytes(given.memory) if given.memory is not None else None,
         choices={
-            **choices,
-            "checkpoint_activations": checkpoint_activations,
-            "pipeline_schedule": pipeline_schedule,
-            "seed": seed,
-            "out": out,
-            "options": given,
+            "batch": given.batch,
+            "precision": given.precision,
+            "workers": given.workers,
+            "threads": given.threads,
+            "data": given.data,
+            "checkpoint_activations": given.checkpoint_activations,
+            "pipeline_schedule": given.pipeline_schedule,
+            "seed": given.seed,
+            "out": given.out,
+            "options": options,
         },
     )
-    with progress(quiet=quiet) as log:
+    with progress(quiet=output.quiet) as log:
         found = find(request, log)
-    if as_json:
+    if output.as_json:
         print(json.dumps(fit_to_json(found)))
     else:
         show_fit(found, Console(highlight=False, emoji=False))

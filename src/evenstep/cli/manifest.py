@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenstep.cli.app import app, print_notes
-from evenstep.cli.settings import choose_task
+from evenstep.cli.app import app, fields_as_options, print_notes
+from evenstep.cli.settings import TaskArguments, choose_task
 from evenstep.errors import BadInput, TaskError, shorten
 from evenstep.strategy_facts import STRATEGIES
 from evenstep.task import Task, TaskFunction, find_task, split_spec
@@ -71,69 +71,75 @@ Volume = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """Arguments and options of `evenstep manifest trainjob` and `jobset`."""
+
+    task: TaskToPass
+    image: Image
+    machines: NumMachines = 1
+    devices: DevicesOfEach = "1"
+    cpus: NumCpus = None
+    volume: Volume = None
+    name: JobName = None
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Arguments and options of `evenstep manifest slurm`."""
+
+    task: TaskToPass
+    machines: NumMachines = 1
+    devices: DevicesOfEach = "1"
+    cpus: NumCpus = None
+    name: JobName = None
+
+
 @manifest_app.command(context_settings=PASSES_ON, epilog=ON_KUBERNETES.format(kind="trainjob"))
-def trainjob(
-    context: typer.Context,
-    task: TaskToPass,
-    image: Image,
-    machines: NumMachines = 1,
-    devices: DevicesOfEach = "1",
-    cpus: NumCpus = None,
-    volume: Volume = None,
-    name: JobName = None,
-) -> None:
+@fields_as_options
+def trainjob(context: typer.Context, given: KubernetesOptions) -> None:
     """Print a TrainJob of Kubeflow Trainer 2, with its TrainingRuntime, for kubectl apply."""
     from evenstep.clusters import manifests
 
-    print(
-        manifests.trainjob(_pods(replace(_job(context, task, name, machines, devices), cpus=cpus), image, volume)),
-        end="",
-    )
+    print(manifests.trainjob(_pods(context, given)), end="")
 
 
 @manifest_app.command(context_settings=PASSES_ON, epilog=ON_KUBERNETES.format(kind="jobset"))
-def jobset(
-    context: typer.Context,
-    task: TaskToPass,
-    image: Image,
-    machines: NumMachines = 1,
-    devices: DevicesOfEach = "1",
-    cpus: NumCpus = None,
-    volume: Volume = None,
-    name: JobName = None,
-) -> None:
+@fields_as_options
+def jobset(context: typer.Context, given: KubernetesOptions) -> None:
     """Print a JobSet for kubectl apply: Kubernetes without Kubeflow."""
     from evenstep.clusters import manifests
 
-    print(
-        manifests.jobset(_pods(replace(_job(context, task, name, machines, devices), cpus=cpus), image, volume)), end=""
-    )
+    print(manifests.jobset(_pods(context, given)), end="")
 
 
 @manifest_app.command(context_settings=PASSES_ON, epilog=ON_SLURM)
-def slurm(
-    context: typer.Context,
-    task: TaskToPass,
-    machines: NumMachines = 1,
-    devices: DevicesOfEach = "1",
-    cpus: NumCpus = None,
-    name: JobName = None,
-) -> None:
+@fields_as_options
+def slurm(context: typer.Context, given: SlurmOptions) -> None:
     """Print a batch script for sbatch; other options of sbatch may be given to it."""
     from evenstep.clusters import manifests
 
-    print(manifests.slurm(replace(_job(context, task, name, machines, devices), cpus=cpus)), end="")
+    print(manifests.slurm(_job(context, given)), end="")
 
 
-def _job(context: typer.Context, task: str, name: str | None, machines: int, devices: str) -> ClusterJob:
+def _pods(context: typer.Context, given: KubernetesOptions) -> ClusterJob:
+    job = _job(context, given)
+    if given.volume is None:
+        print_notes(["without --volume CLAIM:PATH, the run and its checkpoints are lost with its pods"])
+    return replace(job, image=given.image, volume=given.volume)
+
+
+def _job(context: typer.Context, given: KubernetesOptions | SlurmOptions) -> ClusterJob:
     """A job that runs `evenstep train` with all words that are not this command's."""
     from evenstep.clusters.manifests import ClusterJob, name_of
 
+    task = given.task
     if task.startswith("-"):
         raise BadInput(f"{shorten(task)} stands where the task is expected; write TASK first: my_task.py {task} ...")
     _check_training([task, *context.args])
     command = ("evenstep", "train", task, *context.args)
-    return ClusterJob(name_of(task) if name is None else name, command, machines, devices)
+    name = name_of(task) if given.name is None else given.name
+    return ClusterJob(name, command, given.machines, given.devices, cpus=given.cpus)
 
 
 def _check_training(words: Sequence[str]) -> None:
@@ -154,7 +160,7 @@ def _check_training(words: Sequence[str]) -> None:
 
 def _check_task(given: Mapping[str, Any]) -> None:
     """The options of the task, where it can be imported here, and the strategy, which its file may add."""
-    spec, options = choose_task(given["task"], given["options"], given["settings"])
+    spec, options = choose_task(TaskArguments(given["task"], given["options"], given["settings"]))
     assert spec is not None
     source, why_not = _find(spec)
     if given["strategy"] is not None:
@@ -179,9 +185,3 @@ def _find(spec: str) -> tuple[TaskFunction | Task | None, str]:
         if error.__cause__ is None or isinstance(error.__cause__, SyntaxError):
             raise
         return None, str(error)
-
-
-def _pods(job: ClusterJob, image: str, volume: str | None) -> ClusterJob:
-    if volume is None:
-        print_notes(["without --volume CLAIM:PATH, the run and its checkpoints are lost with its pods"])
-    return replace(job, image=image, volume=volume)

@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -18,15 +19,15 @@ from rich.console import Console
 from evenstep.cli.app import (
     BatchOption,
     DataOption,
-    JsonOption,
     MeshOption,
     OutOption,
+    OutputOptions,
     PrecisionOption,
-    QuietOption,
     SeedOption,
     ThreadsOption,
     WorkersOption,
     app,
+    fields_as_options,
     flag,
     print_notes,
     progress,
@@ -56,8 +57,10 @@ evenstep predict --check
 """
 
 
-@app.command(epilog=EXAMPLES)
-def predict(
+@dataclass(frozen=True)
+class PredictOptions:
+    """Arguments and options of `evenstep predict`."""
+
     target: Annotated[
         str | None,
         typer.Argument(
@@ -65,32 +68,30 @@ def predict(
             help="A task, which is measured first; or a run or comparison. With --check: a comparison to check.",
             autocompletion=complete_run,
         ),
-    ] = None,
+    ] = None
     options: Annotated[
         list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Options of the task.", show_default=False)
-    ] = None,
-    devices: Annotated[str, typer.Option(help="Numbers of devices to predict.")] = "2,8,64",
+    ] = None
+    devices: Annotated[str, typer.Option(help="Numbers of devices to predict.")] = "2,8,64"
     machines: Annotated[
         str | None,
         typer.Option(help="Machines for each number, such as 1,1,8, or one for all; default: 8 GPUs a machine."),
-    ] = None,
+    ] = None
     link: Annotated[
         list[str] | None,
         typer.Option(
             help="Between machines: 25gbit; inside one: nvlink, nvlink-h100 or pcie; or SECONDS,BYTES_PER_SECOND."
         ),
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Another GPU than the measured one: v100, a100, h100 or h200.")
-    ] = None,
+    ] = None
+    gpu: Annotated[str | None, typer.Option(help="Another GPU than the measured one: v100, a100, h100 or h200.")] = None
     strategies: Annotated[
         str | None, typer.Option(help=f"Comma-separated: {', '.join(STRATEGIES)}; default: {DEFAULT}.")
-    ] = None,
-    batch: BatchOption = None,
+    ] = None
+    batch: BatchOption = None
     per_device: Annotated[
         int | None, typer.Option(min=1, help="Samples for each device, instead of a global batch that they share.")
-    ] = None,
-    mesh: MeshOption = None,
+    ] = None
+    mesh: MeshOption = None
     accumulate: Annotated[
         int | None,
         typer.Option(
@@ -98,54 +99,63 @@ def predict(
             help="Micro-batches per optimizer step under pipeline and tensor; default: 4 for each stage of a pipeline; "
             "1 for tensor.",
         ),
-    ] = None,
+    ] = None
     pipeline_schedule: Annotated[
         str | None, typer.Option(help="Order of a pipeline: 1f1b (default), gpipe, interleaved, zero-bubble.")
-    ] = None,
+    ] = None
     parameters: Annotated[
         str | None,
         typer.Option(help="Number of the model's parameters, such as 25.6M, if the runs do not have it."),
-    ] = None,
+    ] = None
     reads: Annotated[
         float | None, typer.Option(min=0.001, help="Samples per second that one machine can read, for all its devices.")
-    ] = None,
+    ] = None
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of one device per hour: adds the cost of an epoch.")
-    ] = None,
+    ] = None
     hours_between_failures: Annotated[
         float | None, typer.Option(min=0.001, help="Mean hours until one device fails: adds the cost of restarts.")
-    ] = None,
-    precision: PrecisionOption = None,
-    workers: WorkersOption = None,
-    threads: ThreadsOption = None,
-    data: DataOption = None,
-    seed: SeedOption = None,
-    out: OutOption = None,
+    ] = None
+    precision: PrecisionOption = None
+    workers: WorkersOption = None
+    threads: ThreadsOption = None
+    data: DataOption = None
+    seed: SeedOption = None
+    out: OutOption = None
     check: Annotated[
         bool, flag("--check", help="Predict published scaling tables, and print how far the predictions are from them.")
-    ] = False,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> None:
+    ] = False
+
+
+@app.command(epilog=EXAMPLES)
+@fields_as_options
+def predict(given: PredictOptions, output: OutputOptions) -> None:
     """Predict steps on more devices from measured ones, with a 90 % interval (on published tables: --check)."""
-    if check:
-        _check([word for word in (target, *(options or [])) if word], as_json=as_json)
+    if given.check:
+        _check([word for word in (given.target, *(given.options or [])) if word], as_json=output.as_json)
         return
-    if target is None:
+    if given.target is None:
         raise BadInput("give a task or a run: evenstep predict my_task.py --devices 2,8 --link 25gbit; or --check")
-    question = _question(
-        devices, machines, link, gpu, strategies, batch, per_device, reads, price, hours_between_failures
-    )
-    question = _dividing(question, mesh, accumulate, pipeline_schedule)
-    choices = {"precision": precision, "workers": workers, "threads": threads, "data": data, "seed": seed, "out": out}
+    question = _dividing(_question(given), given)
+    records, folder = _records(given.target, question, given, quiet=output.quiet)
+    _predict(records, folder, question, _number(given.parameters), as_json=output.as_json)
+
+
+def _records(target: str, question: Question, given: PredictOptions, *, quiet: bool) -> tuple[list[Record], Path]:
+    """Those of a run; or of a task, which is measured."""
+    choices = {
+        "precision": given.precision,
+        "workers": given.workers,
+        "threads": given.threads,
+        "data": given.data,
+        "seed": given.seed,
+        "out": given.out,
+    }
     if _is_run(target):
-        _refuse_unused(options, choices)
-        records, folder = _read(target), Path(target)
-        folder = folder if folder.is_dir() else folder.parent
-    else:
-        with progress(quiet=quiet) as log:
-            records, folder = _measure(target, options, question, {"batch": batch, **choices}, log)
-    _predict(records, folder, question, _number(parameters), as_json=as_json)
+        _refuse_unused(given.options, choices)
+        return _read(target), Path(target) if Path(target).is_dir() else Path(target).parent
+    with progress(quiet=quiet) as log:
+        return _measure(target, given.options, question, {"batch": given.batch, **choices}, log)
 
 
 def _refuse_unused(options: list[str] | None, choices: dict[str, Any]) -> None:
@@ -224,55 +234,67 @@ def _update_comparison(folder: Path) -> None:
             write_page(comparison.Comparison.read(folder), folder)
 
 
-def _question(*given: Any) -> Question:
+def _question(given: PredictOptions) -> Question:
     from evenstep.predict.communication_cost import parse_link
     from evenstep.predict.forecast import GPUS, Question
     from evenstep.typed_values import check_choice
 
-    devices, machines, links, gpu, strategies, *rest = given
-    counts, of_machines = _counts("--devices", devices), _counts("--machines", machines) if machines else []
-    if len(of_machines) not in (0, 1, len(counts)):
-        raise BadInput(f"--machines names {len(of_machines)} numbers and --devices {len(counts)}; give one, or as many")
-    for number, count in zip(of_machines * (len(counts) if len(of_machines) == 1 else 1), counts, strict=False):
-        if number > count:
-            raise BadInput(f"--machines {number} is more than {count} devices; give at most one machine a device")
-    names = [name.strip() for name in (strategies or DEFAULT).split(",") if name.strip()]
-    for name in names:
-        check_choice("strategy", name, STRATEGIES, BadInput)
-    if not names:
-        raise BadInput(f"--strategies is {strategies!r}; name at least one, such as {DEFAULT}")
-    if gpu is not None:
-        check_choice("GPU", gpu, GPUS, BadInput)
-    batch, per_device, reads, price, hours = rest
-    if batch is not None and per_device is not None:
+    counts = _counts("--devices", given.devices)
+    machines = _machines(given.machines, counts) if given.machines else []
+    strategies = _strategies(given.strategies)
+    if given.gpu is not None:
+        check_choice("GPU", given.gpu, GPUS, BadInput)
+    if given.batch is not None and given.per_device is not None:
         raise BadInput("--batch is of all devices and --per-device of each; give one of them")
     return Question(
         devices=counts,
-        machines=of_machines,
-        strategies=names,
-        links=[parse_link(text) for text in links or []],
-        gpu=gpu,
-        batch=batch,
-        per_device=per_device,
-        reads=reads,
-        price=price,
-        hours_between_failures=hours,
+        machines=machines,
+        strategies=strategies,
+        links=[parse_link(text) for text in given.link or []],
+        gpu=given.gpu,
+        batch=given.batch,
+        per_device=given.per_device,
+        reads=given.reads,
+        price=given.price,
+        hours_between_failures=given.hours_between_failures,
     )
 
 
-def _dividing(question: Question, mesh: str | None, accumulate: int | None, schedule: str | None) -> Question:
+def _machines(text: str, devices: list[int]) -> list[int]:
+    """For each number of devices, or one for all."""
+    machines = _counts("--machines", text)
+    if len(machines) not in (1, len(devices)):
+        raise BadInput(f"--machines names {len(machines)} numbers and --devices {len(devices)}; give one, or as many")
+    for number, count in zip(machines * (len(devices) if len(machines) == 1 else 1), devices, strict=True):
+        if number > count:
+            raise BadInput(f"--machines {number} is more than {count} devices; give at most one machine a device")
+    return machines
+
+
+def _strategies(text: str | None) -> list[str]:
+    from evenstep.typed_values import check_choice
+
+    names = [name.strip() for name in (text or DEFAULT).split(",") if name.strip()]
+    for name in names:
+        check_choice("strategy", name, STRATEGIES, BadInput)
+    if not names:
+        raise BadInput(f"--strategies is {text!r}; name at least one, such as {DEFAULT}")
+    return names
+
+
+def _dividing(question: Question, given: PredictOptions) -> Question:
     """With how ranks divide a model, for strategies under which they do."""
     from evenstep.mesh import has_axes, parse_mesh
     from evenstep.plan import ScheduleName
     from evenstep.predict.calibration import SHARDS_NOT_PREDICTED
     from evenstep.typed_values import check_choice
 
+    mesh, accumulate, schedule = given.mesh, given.accumulate, given.pipeline_schedule
     if schedule is not None:
         check_choice("schedule", schedule, get_args(ScheduleName), BadInput)
     rows = [STRATEGIES[name] for name in question.strategies]
     dividing = [row for row in rows if row.model_axis is not None]
-    given = {"--mesh": mesh, "--accumulate": accumulate, "--pipeline-schedule": schedule}
-    for name, value in given.items():
+    for name, value in {"--mesh": mesh, "--accumulate": accumulate, "--pipeline-schedule": schedule}.items():
         if value is not None and not dividing:
             raise BadInput(f"{name} is for strategies that divide a model; add --strategies pipeline, or leave it out")
     if mesh is not None:

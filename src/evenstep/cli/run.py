@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, astuple, dataclass
 from typing import Annotated
 
 import typer
 
-from evenstep.cli.app import MACHINES_HELP, RENDEZVOUS_HELP, OutOption, app, flag, refuse_broken
+from evenstep.cli.app import MACHINES_HELP, RENDEZVOUS_HELP, OutOption, app, fields_as_options, flag, refuse_broken
 
 RUN_EXAMPLES = """
 [bold]Examples[/bold]
@@ -23,6 +24,62 @@ evenstep run --machines 2 --rendezvous node0:29400 --devices 8 train.py
 TorchrunOption = Annotated[str | None, typer.Option(hidden=True)]
 
 
+@dataclass(frozen=True)
+class TorchrunFlags:
+    """Options of torchrun that are accepted, and not shown."""
+
+    node_rank: TorchrunOption = None
+    master_addr: TorchrunOption = None
+    master_port: TorchrunOption = None
+    rdzv_backend: TorchrunOption = None
+    rdzv_id: TorchrunOption = None
+    rdzv_conf: TorchrunOption = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Arguments and options of `evenstep run`."""
+
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A script written for torchrun, or with evenstep.join().")
+    ]
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            "--nproc-per-node",
+            metavar="N",
+            help="Number of processes, one per device; or gpu, cpu or auto: one per GPU or CPU core; default: 1, or "
+            "PET_NPROC_PER_NODE.",
+        ),
+    ] = None
+    module: Annotated[bool, flag("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False
+    restarts: Annotated[
+        int, typer.Option("--restarts", "--max-restarts", metavar="N", help="Restart the script after up to N crashes.")
+    ] = 0
+    stall_after: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="End a script when none of its ranks has moved to another line for SECONDS; default: report that "
+            "after 600, and let it run.",
+        ),
+    ] = None
+    fresh: Annotated[
+        bool,
+        flag(
+            "--fresh",
+            help="Start a new interpreter for each process: for a script that sets environment variables for torch.",
+        ),
+    ] = False
+    machines: Annotated[str | None, typer.Option("--machines", "--nnodes", help=MACHINES_HELP)] = None
+    rendezvous: Annotated[
+        str | None, typer.Option("--rendezvous", "--rdzv-endpoint", metavar="HOST:PORT", help=RENDEZVOUS_HELP)
+    ] = None
+    out: OutOption = None
+    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False
+
+
 @app.command(
     epilog=RUN_EXAMPLES,
     options_metavar="[OPTIONS]",
@@ -34,60 +91,15 @@ TorchrunOption = Annotated[str | None, typer.Option(hidden=True)]
         "token_normalize_func": lambda name: name.replace("_", "-"),
     },
 )
-def run(
-    context: typer.Context,
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A script written for torchrun, or with evenstep.join().")
-    ],
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            "--devices",
-            "--nproc-per-node",
-            metavar="N",
-            help="Number of processes, one per device; or gpu, cpu or auto: one per GPU or CPU core; default: 1, or "
-            "PET_NPROC_PER_NODE.",
-        ),
-    ] = None,
-    module: Annotated[bool, flag("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
-    restarts: Annotated[
-        int, typer.Option("--restarts", "--max-restarts", metavar="N", help="Restart the script after up to N crashes.")
-    ] = 0,
-    stall_after: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="End a script when none of its ranks has moved to another line for SECONDS; default: report that "
-            "after 600, and let it run.",
-        ),
-    ] = None,
-    fresh: Annotated[
-        bool,
-        flag(
-            "--fresh",
-            help="Start a new interpreter for each process: for a script that sets environment variables for torch.",
-        ),
-    ] = False,
-    machines: Annotated[str | None, typer.Option("--machines", "--nnodes", help=MACHINES_HELP)] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", "--rdzv-endpoint", metavar="HOST:PORT", help=RENDEZVOUS_HELP)
-    ] = None,
-    out: OutOption = None,
-    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
-    node_rank: TorchrunOption = None,
-    master_addr: TorchrunOption = None,
-    master_port: TorchrunOption = None,
-    rdzv_backend: TorchrunOption = None,
-    rdzv_id: TorchrunOption = None,
-    rdzv_conf: TorchrunOption = None,
-) -> None:
+@fields_as_options
+def run(context: typer.Context, given: RunOptions, theirs: TorchrunFlags) -> None:
     """Run a script as several processes, like torchrun; what follows SCRIPT is passed to it.
 
     torchrun's options are understood. The output of rank 0 is shown, and the errors of all ranks;
     runs/DATE-TIME-SCRIPT/logs has all output.
     """
-    theirs = (node_rank, master_addr, master_port, rdzv_backend, rdzv_id, rdzv_conf)
-    refuse_broken(word for word in (script, devices, machines, rendezvous, out, *theirs) if word)
+    texts = (given.script, given.devices, given.machines, given.rendezvous, given.out, *astuple(theirs))
+    refuse_broken(text for text in texts if text)
     from evenstep.launcher.script import (
         Script,
         TorchrunOptions,
@@ -97,12 +109,19 @@ def run(
         run_script,
     )
 
-    refuse_option(script)
-    arguments = context.args[1:] if context.args[:1] == ["--"] else context.args
-    num = processes_here(devices)
-    torchrun = TorchrunOptions(*theirs)
-    if machines is not None:
-        rendezvous = rendezvous or torchrun.rendezvous
-    what = Script(script, tuple(arguments), num, module, fresh, restarts, stall_after, machines, rendezvous)
+    refuse_option(given.script)
+    num = processes_here(given.devices)
+    torchrun = TorchrunOptions(**asdict(theirs))
+    script = Script(
+        given.script,
+        tuple(context.args[1:] if context.args[:1] == ["--"] else context.args),
+        num,
+        is_module=given.module,
+        is_fresh=given.fresh,
+        restarts=given.restarts,
+        stall_after=given.stall_after,
+        machines=given.machines,
+        rendezvous=given.rendezvous if given.machines is None else given.rendezvous or torchrun.rendezvous,
+    )
     words = sys.argv[2 : len(sys.argv) - len(context.args)]
-    run_script(what, out, in_our_words(what, words))
+    run_script(script, given.out, in_our_words(script, words))

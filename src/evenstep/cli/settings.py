@@ -6,13 +6,13 @@ import difflib
 import inspect
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from evenstep.cli.app import refuse_broken
+from evenstep.cli.app import OptionsArgument, TaskArgument, refuse_broken
 from evenstep.cli.completion import complete_settings
 from evenstep.errors import MAX_CHARACTERS, BadInput, PlanError, shorten
 from evenstep.task import refuse_untrusted
@@ -69,7 +69,8 @@ def _apply(context: typer.Context, settings: Settings | None) -> Settings | None
     if settings is None:
         return None
     assert context.command.callback is not None
-    types = get_type_hints(inspect.unwrap(context.command.callback))
+    parameters = inspect.signature(context.command.callback).parameters.values()
+    types = {one.name: get_args(one.annotation)[0] for one in parameters if get_origin(one.annotation) is Annotated}
     flags = {flag: str(one.name) for one in context.command.params for flag in one.opts if one.name in types}
     known = {flag.removeprefix("--"): name for flag, name in flags.items() if flag.startswith("--")}
     defaults: dict[str, Any] = {}
@@ -114,29 +115,34 @@ SettingsOption = Annotated[
 ]
 
 
-def choose_task(
-    task: str | None, words: Sequence[str] | None, settings: Settings | None, verb: str = "train"
-) -> tuple[str | None, dict[str, Any] | None]:
+@dataclass(frozen=True)
+class TaskArguments:
+    """The first arguments of most commands, and `--config`, which may hold them."""
+
+    task: TaskArgument = None
+    options: OptionsArgument = None
+    settings: SettingsOption = None
+
+
+def choose_task(given: TaskArguments, verb: str = "train") -> tuple[str | None, dict[str, Any] | None]:
     """The task and its options, from the command line and the file; a resumed run may leave the task out.
 
     `verb` is what comes before the task in a command that names it.
     """
-    words = words or ()
+    task, words, settings = given.task, given.options or (), given.settings
     if task is not None and "=" in task and not os.path.exists(task):
         words, task = (task, *words), None
-    given: dict[str, Any] = {**(settings.options if settings else {}), **parse_options(words)}
+    options: dict[str, Any] = {**(settings.options if settings else {}), **parse_options(words)}
     if task is None and settings is not None and settings.task is not None:
         instead = f"name it yourself: evenstep {verb} {settings.task} --config {settings.path}"
         refuse_untrusted(settings.task, settings.path, instead)
         task = settings.task
-    return task, given or None
+    return task, options or None
 
 
-def need_task(
-    task: str | None, words: Sequence[str] | None, settings: Settings | None, verb: str
-) -> tuple[str, dict[str, Any]]:
+def need_task(given: TaskArguments, verb: str) -> tuple[str, dict[str, Any]]:
     """The same, for a command that cannot do without a task."""
-    chosen, options = choose_task(task, words, settings, verb)
-    if chosen is None:
+    task, options = choose_task(given, verb)
+    if task is None:
         raise PlanError(f"no task given; try: evenstep {verb} digits")
-    return chosen, options or {}
+    return task, options or {}

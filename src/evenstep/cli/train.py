@@ -6,8 +6,9 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,19 +18,17 @@ from evenstep.cli.app import (
     CheckpointActivationsOption,
     CpuOffloadOption,
     DataOption,
-    JsonOption,
     MachinesOption,
     MeshOption,
-    OptionsArgument,
+    OutputOptions,
     PrecisionOption,
-    QuietOption,
     RendezvousOption,
     SeedOption,
-    TaskArgument,
     ThreadsOption,
     WorkersOption,
     app,
     error_console,
+    fields_as_options,
     flag,
     print_notes,
     print_whole,
@@ -37,11 +36,17 @@ from evenstep.cli.app import (
     without_nan,
 )
 from evenstep.cli.completion import complete_run, complete_strategy
-from evenstep.cli.settings import SettingsOption, choose_task
+from evenstep.cli.settings import TaskArguments, choose_task
 from evenstep.errors import BadInput, shorten
 from evenstep.mesh import take_sizes
 from evenstep.strategy_facts import DEFAULT, REFERENCE, STRATEGIES, one_of, usual_strategies
 
+if TYPE_CHECKING:
+    from evenstep.launcher.prepare import Prepared
+    from evenstep.record import Summary
+
+NOT_IN_PLAN = ("suggest", "on")
+"""Options of how the command is run; the others are choices for the Plan."""
 _SUMMARIES = "\n\n".join(f"{row.name}: {row.summary}" for row in STRATEGIES.values())
 TRAIN_EXAMPLES = f"""
 [bold]Strategies[/bold]
@@ -66,26 +71,25 @@ evenstep train my_task.py --on ray --devices 8
 """
 
 
-@app.command(epilog=TRAIN_EXAMPLES)
-def train(
-    task: TaskArgument = None,
-    options: OptionsArgument = None,
-    settings: SettingsOption = None,
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of `evenstep train`."""
+
     strategy: Annotated[
         str | None,
         typer.Option(
             help=f"{one_of(STRATEGIES.values())}, see below; default: {REFERENCE} on one device, {DEFAULT} on several.",
             autocompletion=complete_strategy,
         ),
-    ] = None,
+    ] = None
     devices: Annotated[
         str | None,
         typer.Option(
             help="Number of devices, or a list such as cuda:0,cuda:1 or cpu,cpu; default: 1, or all GPUs with "
             f"--strategy {one_of(usual_strategies())}."
         ),
-    ] = None,
-    mesh: MeshOption = None,
+    ] = None
+    mesh: MeshOption = None
     shards: Annotated[
         int | None,
         typer.Option(
@@ -93,27 +97,27 @@ def train(
             help="Under tensor: ranks that share the layers of one replica, each with a part of every layer; see "
             "--mesh.",
         ),
-    ] = None,
+    ] = None
     stages: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             help="Under pipeline: ranks that share the layers of one replica, each with some blocks; see --mesh.",
         ),
-    ] = None,
+    ] = None
     pipeline_schedule: Annotated[
         str | None,
         typer.Option(
             metavar="1f1b|gpipe|interleaved|zero-bubble",
             help="Order of forwards and backwards in a pipeline; default: 1f1b.",
         ),
-    ] = None,
-    batch: BatchOption = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps, instead of epochs.")] = None,
-    seed: SeedOption = None,
-    precision: PrecisionOption = None,
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step; default: 1.")] = None,
+    ] = None
+    batch: BatchOption = None
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps, instead of epochs.")] = None
+    seed: SeedOption = None
+    precision: PrecisionOption = None
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step; default: 1.")] = None
     micro: Annotated[
         str | None,
         typer.Option(
@@ -121,7 +125,7 @@ def train(
             help="auto: the fewest micro-batches with which a step fits in memory, tried before the start (evenstep "
             "fit).",
         ),
-    ] = None,
+    ] = None
     shares: Annotated[
         str | None,
         typer.Option(
@@ -129,7 +133,7 @@ def train(
             help="Part of each device in every batch, such as 5,3, for devices of unequal speed; auto: measured in the "
             "first steps. Default: equal.",
         ),
-    ] = None,
+    ] = None
     virtual_replicas: Annotated[
         int | None,
         typer.Option(
@@ -137,7 +141,7 @@ def train(
             help="Cut each batch into V virtual replicas, whose gradients are summed in one order: the same bits on "
             "any number of devices up to V.",
         ),
-    ] = None,
+    ] = None
     link: Annotated[
         str | None,
         typer.Option(
@@ -146,25 +150,25 @@ def train(
             "topk:FRACTION, local:STEPS, diloco:STEPS or streaming:STEPS[:N], N fragments (4); "
             "default: exact, once for each machine.",
         ),
-    ] = None,
+    ] = None
     clip: Annotated[
         float | None, typer.Option(help="Maximum norm for gradient clipping; inf: only record the norm.")
-    ] = None,
+    ] = None
     name: Annotated[
         str | None,
         typer.Option(help="Name of the run folder, runs/NAME; default: from date, task, options and strategy."),
-    ] = None,
+    ] = None
     out: Annotated[
         str | None,
         typer.Option(
             metavar="DIR", help="Folder in which the run's folder is made; default: runs, or where the resumed run is."
         ),
-    ] = None,
+    ] = None
     checkpoint_every: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Save a checkpoint every STEPS steps, as well as after each epoch."),
-    ] = None,
-    keep: Annotated[int | None, typer.Option(help="Recent checkpoints to keep, besides the best; default: 2.")] = None,
+    ] = None
+    keep: Annotated[int | None, typer.Option(help="Recent checkpoints to keep, besides the best; default: 2.")] = None
     resume: Annotated[
         str | None,
         typer.Option(
@@ -172,45 +176,45 @@ def train(
             "continue the run of --name, if it has begun.",
             autocompletion=complete_run,
         ),
-    ] = None,
-    data: DataOption = None,
-    plan: Annotated[str | None, typer.Option(help="plan.json of a run to repeat; other options override it.")] = None,
-    workers: WorkersOption = None,
-    resident: Annotated[bool | None, flag("--resident", help="Keep a dataset of tensors on the device.")] = None,
+    ] = None
+    data: DataOption = None
+    plan: Annotated[str | None, typer.Option(help="plan.json of a run to repeat; other options override it.")] = None
+    workers: WorkersOption = None
+    resident: Annotated[bool | None, flag("--resident", help="Keep a dataset of tensors on the device.")] = None
     audit: Annotated[
         bool | None,
         flag("--audit", help="Record the samples of each step, and report any that were repeated or missed."),
-    ] = None,
-    threads: ThreadsOption = None,
-    deterministic: Annotated[bool | None, flag("--deterministic", help="Use deterministic algorithms only.")] = None,
-    cudnn_benchmark: Annotated[bool | None, flag("--cudnn-benchmark", help="Let cuDNN benchmark algorithms.")] = None,
-    compile: Annotated[bool | None, flag("--compile", help="Use torch.compile.")] = None,
+    ] = None
+    threads: ThreadsOption = None
+    deterministic: Annotated[bool | None, flag("--deterministic", help="Use deterministic algorithms only.")] = None
+    cudnn_benchmark: Annotated[bool | None, flag("--cudnn-benchmark", help="Let cuDNN benchmark algorithms.")] = None
+    compile: Annotated[bool | None, flag("--compile", help="Use torch.compile.")] = None
     fast: Annotated[
         str | None,
         typer.Option(help="auto (default): capture and replay steps as CUDA graphs where that is safe; or off."),
-    ] = None,
+    ] = None
     channels_last: Annotated[
         bool | None, flag("--channels-last", help="Use the channels_last memory format for images.")
-    ] = None,
-    checkpoint_activations: CheckpointActivationsOption = None,
-    cpu_offload: CpuOffloadOption = None,
+    ] = None
+    checkpoint_activations: CheckpointActivationsOption = None
+    cpu_offload: CpuOffloadOption = None
     suggest: Annotated[
         bool, flag("--suggest", help="Do not train: measure options that may be faster, and show their gain.")
-    ] = False,
+    ] = False
     sync_batchnorm: Annotated[
         bool | None, flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes.")
-    ] = None,
+    ] = None
     allow_pickle: Annotated[
         bool | None,
         flag(
             "--allow-pickle",
             help="Allow weights files that torch.load(weights_only=True) refuses: unpickling them can run code.",
         ),
-    ] = None,
+    ] = None
     restarts: Annotated[
         int | None,
         typer.Option(metavar="N", help="Restart from the last checkpoint after up to N crashes; default: 0."),
-    ] = None,
+    ] = None
     stall_after: Annotated[
         float | None,
         typer.Option(
@@ -218,16 +222,16 @@ def train(
             help="End a run that makes no progress for SECONDS; default: 20 times the longest pause between two steps "
             "so far, at least 120.",
         ),
-    ] = None,
+    ] = None
     check_every: Annotated[
         int | None,
         typer.Option(
             metavar="STEPS", help="Check every STEPS steps that all replicas are equal; default: 100; 0: never."
         ),
-    ] = None,
+    ] = None
     check_collectives: Annotated[
         bool | None, flag("--check-collectives", help="Check that all ranks call the same collectives; slow.")
-    ] = None,
+    ] = None
     replay_every: Annotated[
         int | None,
         typer.Option(
@@ -235,81 +239,94 @@ def train(
             help="Every STEPS steps, all devices compute one micro-batch twice and compare bits, to find a faulty "
             "device.",
         ),
-    ] = None,
-    machines: MachinesOption = None,
-    rendezvous: RendezvousOption = None,
+    ] = None
+    machines: MachinesOption = None
+    rendezvous: RendezvousOption = None
     on: Annotated[
         str | None,
         typer.Option(
             metavar="ray", help="ray: let Ray choose the nodes for --devices N, and continue when one is lost."
         ),
-    ] = None,
+    ] = None
     requeue: Annotated[
         bool | None, flag("--requeue", help="Under Slurm: when preempted, save a checkpoint and requeue the job.")
-    ] = None,
+    ] = None
     statistics: Annotated[
         int | None,
         typer.Option(
             metavar="STEPS",
             help="Every STEPS steps, record mean, deviation and norm of parameters, gradients and outputs of layers.",
         ),
-    ] = None,
+    ] = None
     profile: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Trace STEPS steps on all ranks with torch.profiler, into one timeline."),
-    ] = None,
+    ] = None
     log: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
             help="Trackers that get all values: tensorboard, wandb, mlflow, trackio; a separate process feeds each.",
         ),
-    ] = None,
+    ] = None
     evaluate_every: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Evaluate every STEPS steps and at the end, instead of after each epoch."),
-    ] = None,
-    evaluate_first: Annotated[bool | None, flag("--evaluate-first", help="Evaluate before the first step too.")] = None,
+    ] = None
+    evaluate_first: Annotated[bool | None, flag("--evaluate-first", help="Evaluate before the first step too.")] = None
     best: Annotated[
         str | None,
         typer.Option(
             metavar="METRIC[:min|:max]",
             help="Metric that chooses the best checkpoint, such as accuracy or score:max; default: loss.",
         ),
-    ] = None,
+    ] = None
     stop_after: Annotated[
         int | None,
         typer.Option(metavar="N", help="Stop after N evaluations without a better value of the --best metric."),
-    ] = None,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+
+
+@app.command(epilog=TRAIN_EXAMPLES)
+@fields_as_options
+def train(which: TaskArguments, given: TrainOptions, output: OutputOptions) -> None:
     """Train a task on one device or many."""
-    choices: dict[str, Any] = {
-        key: value
-        for key, value in locals().items()
-        if key not in ("task", "settings", "as_json", "suggest", "quiet", "on")
-    }
+    task, choices = _choices(which, given)
+    if given.on is not None:
+        raise typer.Exit(_train_on(given.on, task, choices))
+    if given.suggest:
+        _suggest(task, choices, output.as_json)
+    else:
+        _train(task, choices, output)
+
+
+def _choices(which: TaskArguments, given: TrainOptions) -> tuple[str | None, dict[str, Any]]:
+    """The task, and what was chosen for the Plan."""
+    choices = {name: value for name, value in dataclasses.asdict(given).items() if name not in NOT_IN_PLAN}
     take_sizes(choices)
-    task, choices["options"] = choose_task(task, options, settings)
-    if on is not None:
-        raise typer.Exit(_train_on(on, task, choices))
-    if suggest:
-        _suggest(task, choices, as_json)
-        return
+    task, choices["options"] = choose_task(which)
+    return task, choices
+
+
+def _train(task: str | None, choices: dict[str, Any], output: OutputOptions) -> None:
     from evenstep.launcher.launch import prepare_run, watch
 
     prepared, connection = prepare_run(task, choices)
     print_notes(prepared.notes)
-    if not as_json and not quiet and connection.is_head:
-        from evenstep.report.terminal import batch_in_words
-
-        errors = error_console()
-        errors.print(prepared.plan.describe(), style="dim", markup=False)
-        errors.print(f"\n{batch_in_words(prepared.plan, prepared.lengths)}", style="bold", markup=False)
-    record = watch(prepared, connection, "messages" if quiet else "all", is_command=True)
+    if connection.is_head and not output.as_json and not output.quiet:
+        _show_plan(prepared)
+    record = watch(prepared, connection, "messages" if output.quiet else "all", is_command=True)
     if connection.is_head:
-        _finish(record, as_json)
+        assert record.summary is not None
+        _finish(record.summary, output.as_json)
+
+
+def _show_plan(prepared: Prepared) -> None:
+    from evenstep.report.terminal import batch_in_words
+
+    errors = error_console()
+    errors.print(prepared.plan.describe(), style="dim", markup=False)
+    errors.print(f"\n{batch_in_words(prepared.plan, prepared.lengths)}", style="bold", markup=False)
 
 
 def _train_on(cluster: str, task: str | None, choices: dict[str, Any]) -> int:
@@ -351,10 +368,9 @@ def _suggest(task: str | None, choices: dict[str, Any], as_json: bool) -> None:
     show_suggestions(found, command, Console(highlight=False, emoji=False))
 
 
-def _finish(record: Any, as_json: bool) -> None:
+def _finish(summary: Summary, as_json: bool) -> None:
     from evenstep.report.terminal import summary_table, without_control
 
-    summary = record.summary
     if as_json:
         print(json.dumps(without_nan(dataclasses.asdict(summary))))
         return

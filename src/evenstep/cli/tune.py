@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,17 +15,17 @@ from rich.console import Console
 from evenstep.cli.app import (
     BatchOption,
     DataOption,
-    JsonOption,
     OptionsArgument,
+    OutputOptions,
     PrecisionOption,
-    QuietOption,
     TaskArgument,
     ThreadsOption,
     WorkersOption,
     app,
+    fields_as_options,
 )
 from evenstep.cli.completion import complete_run, complete_strategy
-from evenstep.cli.settings import choose_task
+from evenstep.cli.settings import TaskArguments, choose_task
 from evenstep.errors import BadInput, TrainingError
 from evenstep.strategy_facts import one_of, usual_strategies
 
@@ -45,10 +46,12 @@ evenstep tune --show runs/my_task-tune
 """
 
 
-@app.command(epilog=EXAMPLES)
-def tune(
-    task: TaskArgument = None,
-    options: OptionsArgument = None,
+@dataclass(frozen=True)
+class TuneOptions:
+    """Arguments and options of `evenstep tune`."""
+
+    task: TaskArgument = None
+    options: OptionsArgument = None
     search: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,19 +59,19 @@ def tune(
             help="An option of the task and its values: lr=1e-4..1e-1:log, layers=1..4 or width=64,128,256; once for "
             "each option. Default: what the task's annotations say.",
         ),
-    ] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="Number of trials; default: 16, or the whole grid.")] = None,
+    ] = None
+    trials: Annotated[int | None, typer.Option(min=1, help="Number of trials; default: 16, or the whole grid.")] = None
     devices: Annotated[
         str, typer.Option(help="Number of devices, or a list such as cuda:0,cuda:1; a GPU listed twice has two trials.")
-    ] = "1",
-    per_trial: Annotated[int, typer.Option(min=1, help="Devices of each trial.")] = 1,
+    ] = "1"
+    per_trial: Annotated[int, typer.Option(min=1, help="Devices of each trial.")] = 1
     per_device: Annotated[
         str,
         typer.Option(
             metavar="N|auto",
             help="Trials that share a device. auto: as many as fit into its memory, by the forecast of evenstep fit.",
         ),
-    ] = "1",
+    ] = "1"
     rungs: Annotated[
         str | None,
         typer.Option(
@@ -76,34 +79,34 @@ def tune(
             help="Successive halving: epochs at which trials are compared, such as 1,3,9; the best continue, up to the "
             "last.",
         ),
-    ] = None,
+    ] = None
     metric: Annotated[
         str | None,
         typer.Option(
             metavar="METRIC[:min|:max]",
             help="Validation metric to optimize, such as accuracy or score:max; default: loss.",
         ),
-    ] = None,
+    ] = None
     sampler: Annotated[
         str, typer.Option(help="tpe, gp, cmaes or random, by Optuna; or grid: every combination of choices.")
-    ] = "tpe",
+    ] = "tpe"
     prune: Annotated[
         str,
         typer.Option(
             help="Which trials continue at each of --rungs: halving, the best by successive halving; or those that "
             "Optuna's median or hyperband keeps. The others are paused."
         ),
-    ] = "halving",
+    ] = "halving"
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the suggestions, and of the weights and sample order of all trials.")
-    ] = 0,
+    ] = 0
     strategy: Annotated[
         str | None,
         typer.Option(
             help=f"Strategy of trials on several devices: {one_of(usual_strategies())}.",
             autocompletion=complete_strategy,
         ),
-    ] = None,
+    ] = None
     virtual_replicas: Annotated[
         int | None,
         typer.Option(
@@ -111,68 +114,77 @@ def tune(
             help="Virtual replicas of each trial: the same bits on any number of devices, so that the last trials of "
             "a study can use all of them.",
         ),
-    ] = None,
-    batch: BatchOption = None,
+    ] = None
+    batch: BatchOption = None
     epochs: Annotated[
-        int | None, typer.Option(help="Epochs of each trial, without --rungs; default: the task's.")
-    ] = None,
-    precision: PrecisionOption = None,
-    data: DataOption = None,
-    workers: WorkersOption = None,
-    threads: ThreadsOption = None,
+        int | None,
+        typer.Option(help="Epochs of each trial, without --rungs; default: the task's."),
+    ] = None
+    precision: PrecisionOption = None
+    data: DataOption = None
+    workers: WorkersOption = None
+    threads: ThreadsOption = None
     name: Annotated[
         str | None,
         typer.Option(
             help="Name of the study's folder; default: the task and the options that are given, such as "
             "my_task-depth=3-tune. The same command continues it."
         ),
-    ] = None,
+    ] = None
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder in which the study's folder is made; default: runs.")
-    ] = None,
+    ] = None
     show: Annotated[
         Path | None,
         typer.Option(metavar="STUDY", help="Show a study, and write its page.", autocompletion=complete_run),
-    ] = None,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+
+
+@app.command(epilog=EXAMPLES)
+@fields_as_options
+def tune(given: TuneOptions, output: OutputOptions) -> None:
     """Search a task's options: many trials on your devices; with --rungs, only the best continue."""
-    if show is not None:
-        if task is not None:
+    if given.show is not None:
+        if given.task is not None:
             raise BadInput("--show shows a study that is there; leave the task out")
-        _show(show, as_json=as_json)
+        _show(given.show, as_json=output.as_json)
         return
+    _finish(*_run(_command(given), quiet=output.quiet), as_json=output.as_json)
+
+
+def _command(given: TuneOptions) -> TuneCommand:
     from evenstep.tune.scheduler import TuneCommand
 
-    task, given = choose_task(task, options, None, "tune")
+    task, options = choose_task(TaskArguments(given.task, given.options), "tune")
     if task is None:
         raise BadInput("no task given; try: evenstep tune my_task.py --search lr=1e-4..1e-1:log")
-    choices = {"strategy": strategy, "batch": batch, "epochs": epochs, "precision": precision, "data": data}
-    request = TuneCommand(
+    return TuneCommand(
         task=task,
-        search=search or [],
-        trials=trials,
-        devices=devices,
-        per_trial=per_trial,
-        per_device=per_device,
-        rungs=rungs,
-        metric=metric,
-        sampler=sampler,
-        pruner=prune,
-        seed=seed,
+        search=given.search or [],
+        trials=given.trials,
+        devices=given.devices,
+        per_trial=given.per_trial,
+        per_device=given.per_device,
+        rungs=given.rungs,
+        metric=given.metric,
+        sampler=given.sampler,
+        pruner=given.prune,
+        seed=given.seed,
         choices={
-            **choices,
-            "workers": workers,
-            "threads": threads,
-            "virtual_replicas": virtual_replicas,
-            "options": given or None,
+            "strategy": given.strategy,
+            "batch": given.batch,
+            "epochs": given.epochs,
+            "precision": given.precision,
+            "data": given.data,
+            "workers": given.workers,
+            "threads": given.threads,
+            "virtual_replicas": given.virtual_replicas,
+            "options": options,
         },
-        name=name,
-        out=out,
+        name=given.name,
+        out=given.out,
         command=shlex.join(["evenstep", *sys.argv[1:]]),
     )
-    _finish(*_run(request, quiet=quiet), as_json=as_json)
 
 
 def _run(command: TuneCommand, *, quiet: bool) -> tuple[Study, Path]:

@@ -132,15 +132,14 @@ def _cell(part: PartVerdict | None) -> Text:
 
 def lines(
     verdicts: Mapping[Configuration, Verdict],
-    num_configs: int,
+    configs: Sequence[Configuration],
     batch: int,
     seconds: float,
     virtual_replicas: int | None = None,
-    unchecked: Sequence[Configuration] = (),
 ) -> Iterator[tuple[str, str]]:
     """The lines below the table: each configuration that differs, then notes and the result.
 
-    `unchecked` are those of the configurations that were not reached.
+    Where an error has ended a comparison, some of the configurations have no verdict.
     """
     for alike in _by_cause(verdicts):
         yield from _paragraph(alike)
@@ -149,11 +148,16 @@ def lines(
     if legend := _legend(verdicts, virtual_replicas is None):
         yield legend, "dim"
     yield from ((f"note: {note}", "dim") for note in notes)
-    good, checked = sum(verdict.is_same for verdict in verdicts.values()), num_configs - len(unchecked)
-    number = "all" if good == checked else good if unchecked else f"{good} of {num_configs}"
+    unchecked = [config for config in configs if config not in verdicts]
+    good, checked, num = (
+        sum(verdict.is_same for verdict in verdicts.values()),
+        len(configs) - len(unchecked),
+        len(configs),
+    )
+    number = "all" if good == checked else good if unchecked else f"{good} of {num}"
     match = "match single" if virtual_replicas is None else "have the bits of single"
     cut = "" if virtual_replicas is None else f" in {virtual_replicas} virtual replicas"
-    what = f"{checked} of {num_configs} strategies were checked: {number}" if unchecked else f"{number} strategies"
+    what = f"{checked} of {num} strategies were checked: {number}" if unchecked else f"{number} strategies"
     yield f"{what} {match} (batch {batch}{cut}, {seconds:.0f} s)", "bold"
     if unchecked:
         yield f"not checked: {', '.join(config.label for config in unchecked)}", "bold"

@@ -1,0 +1,55 @@
+"""Commands that take dataclasses: their fields are the options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from typer.testing import CliRunner
+
+from evenstep.cli.app import fields_as_options
+
+
+@dataclass(frozen=True)
+class First:
+    path: Annotated[str, typer.Argument()]
+    steps: Annotated[int, typer.Option(min=1)] = 4
+
+
+@dataclass(frozen=True)
+class Second:
+    kind: Annotated[str, typer.Option()]
+    is_quiet: Annotated[bool, typer.Option("--quiet")] = False
+
+
+def command() -> typer.Typer:
+    app = typer.Typer(context_settings={"allow_extra_args": True})
+
+    @app.command()
+    @fields_as_options
+    def show(context: typer.Context, first: First, second: Second) -> None:
+        """Show what was given."""
+        print(first, second, context.args)
+
+    return app
+
+
+def test_each_field_is_an_option_and_each_dataclass_gets_its_own() -> None:
+    done = CliRunner().invoke(command(), ["a", "--kind", "b", "--quiet", "--steps", "7", "rest"])
+    assert done.output == "First(path='a', steps=7) Second(kind='b', is_quiet=True) ['rest']\n"
+    done = CliRunner().invoke(command(), ["a", "--kind", "b"])
+    assert done.output == "First(path='a', steps=4) Second(kind='b', is_quiet=False) []\n"
+
+
+def test_a_field_without_a_default_is_required_wherever_it_stands() -> None:
+    done = CliRunner().invoke(command(), ["a"])
+    assert done.exit_code == 2
+    assert "Missing option '--kind'" in done.output
+
+
+def test_help_lists_the_fields_in_their_order() -> None:
+    shown = CliRunner().invoke(command(), ["--help"], env={"COLUMNS": "100"}).output
+    assert "Show what was given." in shown
+    places = [shown.index(text) for text in ("path", "--steps", "--kind", "--quiet")]
+    assert places == sorted(places)

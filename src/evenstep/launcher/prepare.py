@@ -96,22 +96,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
         flag = "--resume" if "resume" in chosen else "--plan"
         source = named_task(base.get("task"), flag, str(chosen.get("resume") or choices.get("plan")))
     spec = spec_of(source)
-    if "steps" in chosen:
-        base.pop("epochs", None)
-    elif "epochs" in chosen:
-        base.pop("steps", None)
-    task_spec = absolute_spec(spec) if spec is not None else IN_THIS_PROCESS
-    values = {**base, **chosen, **_devices(chosen, base), "task": task_spec}
-    if os.path.exists(values.get("data", "")):
-        # As the task: a resume may start in another folder.
-        values["data"] = os.path.abspath(values["data"])
-    _settle_micro(values, chosen, base)
-    dropped = _drop_shares(values) if "shares" not in chosen else []
-    if "mesh" not in chosen and any(values[name] != base.get(name) for name in ("strategy", "devices")):
-        # That of an earlier run, which was arranged differently.
-        values.pop("mesh", None)
-    dropped += _drop_link(values) if "link" not in chosen else []
-    dropped += _drop_offload(values) if "cpu_offload" not in chosen else []
+    values, dropped = _values(spec, chosen, base)
     is_same = _is_same_file(spec, base.get("task"))
     before = base.get("options", {}) if is_same else {}
     values["options"] = {**before, **chosen.get("options", {})}
@@ -127,38 +112,73 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
     with _users_code():
         found = find_task(source) if isinstance(source, str) else source
         if not is_same:
-            # A copy of the task, or another version of it.
-            names = {one.name for one in options_of(found)}
-            before = {name: value for name, value in base.get("options", {}).items() if name in names}
+            before = _options_kept(base, found)
             values["options"] = {**before, **values["options"]}
             draft = replace(draft, options=values["options"])
-        draft = replace(draft, options=msgspec.to_builtins(read_options(found, draft.options), enc_hook=str))
         if "name" not in values:
-            draft = replace(
-                draft, name=free_name(label_of(source, values["options"], found), draft.strategy, draft.out)
-            )
-        task = _in_turn(call_task(found, draft.data, draft.options))
-        train = adapt_train(task)
-        plan = _completed(draft, values, task, train)
-        valid = adapt_valid(task)
-        order = train.order(plan.seed, plan.batch)
-        if is_training:
-            probe(plan, task, train, valid, order)
-        else:
-            probe_evaluation(plan, task, valid)
+            label = label_of(source, values["options"], found)
+            draft = replace(draft, name=free_name(label, draft.strategy, draft.out))
+        loaded = _load_task(found, draft, values, is_training)
         cwd = os.getcwd()
-    num_steps = plan.num_steps(lengths_of(order), *start)
     notes = [
         *notes,
         *dropped,
         *(() if is_same else [f"option of the earlier run: {name}={value}" for name, value in before.items()]),
-        *(_changed(found, before, plan) if base else ()),
-        *train.notes,
-        *_dropped(order),
-        *dict.fromkeys(note for one in valid.values() for note in one.notes),
-        *_crowded(plan),
+        *(_changed(found, before, loaded.plan) if base else ()),
+        *loaded.notes,
     ]
-    return Prepared(plan, task, _make_folder(plan), lengths_of(order), num_steps, notes, cwd)
+    num_steps = loaded.plan.num_steps(loaded.lengths, *start)
+    return Prepared(loaded.plan, loaded.task, _make_folder(loaded.plan), loaded.lengths, num_steps, notes, cwd)
+
+
+def _values(spec: str | None, chosen: Mapping[str, Any], base: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Fields of the plan, as far as they are chosen; and lines to log about those of an earlier run that are dropped."""
+    task_spec = absolute_spec(spec) if spec is not None else IN_THIS_PROCESS
+    values = {**base, **chosen, **_devices(chosen, base), "task": task_spec}
+    if os.path.exists(values.get("data", "")):
+        # As the task: a resume may start in another folder.
+        values["data"] = os.path.abspath(values["data"])
+    _settle_micro(values, chosen, base)
+    dropped = _drop_shares(values) if "shares" not in chosen else []
+    if "mesh" not in chosen and any(values[name] != base.get(name) for name in ("strategy", "devices")):
+        # That of an earlier run, which was arranged differently.
+        values.pop("mesh", None)
+    dropped += _drop_link(values) if "link" not in chosen else []
+    dropped += _drop_offload(values) if "cpu_offload" not in chosen else []
+    return values, dropped
+
+
+def _options_kept(base: Mapping[str, Any], found: TaskFunction | Task) -> dict[str, Any]:
+    """Options of the earlier run that a copy of its task, or another version of it, has too."""
+    names = {one.name for one in options_of(found)}
+    return {name: value for name, value in base.get("options", {}).items() if name in names}
+
+
+@dataclass(frozen=True)
+class _LoadedTask:
+    """A task, and a plan with its defaults."""
+
+    plan: Plan
+    task: Task
+    lengths: Lengths
+    notes: list[str]
+
+
+def _load_task(found: TaskFunction | Task, draft: Plan, values: Mapping[str, Any], is_training: bool) -> _LoadedTask:
+    """Make the task, and try what a training or an evaluation will do with it."""
+    draft = replace(draft, options=msgspec.to_builtins(read_options(found, draft.options), enc_hook=str))
+    task = _in_turn(call_task(found, draft.data, draft.options))
+    train = adapt_train(task)
+    plan = _completed(draft, values, task, train)
+    valid = adapt_valid(task)
+    order = train.order(plan.seed, plan.batch)
+    if is_training:
+        probe(plan, task, train, valid, order)
+    else:
+        probe_evaluation(plan, task, valid)
+    of_valid = dict.fromkeys(note for one in valid.values() for note in one.notes)
+    notes = [*train.notes, *_dropped(order), *of_valid, *_crowded(plan)]
+    return _LoadedTask(plan, task, lengths_of(order), notes)
 
 
 def _is_same_file(spec: str | None, other: str | None) -> bool:
@@ -346,7 +366,7 @@ def _in_turn(task: Task) -> Task:
     return in_turn(task)
 
 
-def _completed(draft: Plan, values: dict[str, Any], task: Task, train: AdaptedData) -> Plan:
+def _completed(draft: Plan, values: Mapping[str, Any], task: Task, train: AdaptedData) -> Plan:
     """The draft, with the task's (or its DataLoader's) batch and epochs as defaults."""
     chosen: dict[str, Any] = {"batch": values.get("batch") or task.batch or train.batch or DEFAULT_BATCH}
     for name in OF_TASK:
@@ -370,7 +390,10 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
         # A custom loop saves no plan.
         saved = files.read_state(path).get("plan")
         base |= Plan.from_json(saved).to_json() if saved else {}
-    return {name: value for name, value in base.items() if value is not None and name not in PER_START + PER_COMMAND}
+    # Given steps replace epochs, and the other way round.
+    replaced = "epochs" if "steps" in chosen else "steps" if "epochs" in chosen else None
+    dropped = {*PER_START, *PER_COMMAND, replaced}
+    return {name: value for name, value in base.items() if value is not None and name not in dropped}
 
 
 def out_of_resumed(resume: object) -> str | None:

@@ -7,7 +7,7 @@ are read, and gradients are summed in the order of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -158,12 +158,14 @@ def play(schedule: str, stages: int, num: int, costs: StageSeconds) -> list[Rank
     arrivals: dict[Action, tuple[float, float]] = {}
     """Begin and end of the message with what an action computed."""
     free: dict[tuple[int, str], float] = {}
-    waiting = {rank: list(order_of(schedule, stages, rank, num))[::-1] for rank in range(stages)}
+    orders = {rank: list(order_of(schedule, stages, rank, num)) for rank in range(stages)}
+    waiting = {rank: [_at(one, rank, stages) for one in reversed(order)] for rank, order in orders.items()}
+    last = chunks_of(schedule) * stages - 1
     ranks = [RankTime(0.0, 0.0, 0.0, 0.0)] * stages
     while any(waiting.values()):
         for rank, left in waiting.items():
-            while left and (ready := _ready(left[-1], rank, stages, schedule, ends, arrivals)) is not None:
-                one = _at(left.pop(), rank, stages)
+            while left and (ready := _ready(left[-1], last, ends, arrivals)) is not None:
+                one = left.pop()
                 ranks[rank] = _done(ranks[rank], one, ready, _cost(one, schedule, costs))
                 ends[one] = ranks[rank].end
                 link = one.chunk - (one.name == "backward")
@@ -193,20 +195,17 @@ def _at(one: Action, rank: int, stages: int) -> Action:
 
 
 def _ready(
-    one: Action,
-    rank: int,
-    stages: int,
-    schedule: str,
-    ends: dict[Action, float],
-    arrivals: dict[Action, tuple[float, float]],
+    one: Action, last: int, ends: Mapping[Action, float], arrivals: Mapping[Action, tuple[float, float]]
 ) -> tuple[float, float] | None:
-    """When the message with what it needs was begun, and when it is there; None if that is not known yet."""
-    stage, last = one.chunk * stages + rank, chunks_of(schedule) * stages - 1
+    """When the message with what it needs was begun, and when it is there; None if that is not known yet.
+
+    Chunks are counted among those of all ranks, up to the `last`.
+    """
     if one.name == "forward":
-        return arrivals.get(Action("forward", stage - 1, one.micro_batch)) if stage else (0.0, 0.0)
-    if one.name == "backward" and stage < last:
-        return arrivals.get(Action("backward", stage + 1, one.micro_batch))
-    own = ends.get(Action("forward", stage, one.micro_batch))
+        return arrivals.get(Action("forward", one.chunk - 1, one.micro_batch)) if one.chunk else (0.0, 0.0)
+    if one.name == "backward" and one.chunk < last:
+        return arrivals.get(Action("backward", one.chunk + 1, one.micro_batch))
+    own = ends.get(Action("forward", one.chunk, one.micro_batch))
     return (own, own) if own is not None else None
 
 

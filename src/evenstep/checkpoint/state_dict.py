@@ -186,15 +186,9 @@ def load_optimizer_state(
     order = [name for group in own for name in group]
     numbers = _number_kinds(by_parameter, weights_by_name)
     for name, state in by_parameter.items():
-        weight = weights_by_name[name]
         for kind, value in state.items():
             if isinstance(value, torch.Tensor | StoredTensor):
-                part = slice_of(weight)
-                shape = weight.shape if part is None else part.shape
-                if value.shape != shape or (not value.ndim and kind in numbers):
-                    state[kind] = loaded(value)
-                else:
-                    state[kind] = placed_like(value, weight) if part is None else part.take(loaded(value))
+                state[kind] = _placed(value, weights_by_name[name], is_number=kind in numbers)
     groups = []
     start = 0
     for group, saved_group, group_names in zip(optimizer.param_groups, saved["groups"], own, strict=True):
@@ -207,6 +201,15 @@ def load_optimizer_state(
     optimizer.load_state_dict({"state": state_by_index, "param_groups": groups})
     for name, state in by_parameter.items():
         _keep_scalars(optimizer.state[weights_by_name[name]], state, numbers)
+
+
+def _placed(value: Readable, weight: torch.Tensor, *, is_number: bool) -> torch.Tensor:
+    """As much of it as this rank has of the parameter; the whole of a value of another shape."""
+    part = slice_of(weight)
+    shape = weight.shape if part is None else part.shape
+    if value.shape != shape or (not value.ndim and is_number):
+        return loaded(value)
+    return placed_like(value, weight) if part is None else part.take(loaded(value))
 
 
 NUMBER_KINDS = frozenset({"step", "mu_product", "eta", "mu"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,23 @@ PASSES = 5
 """Of which the fastest counts, after one that does not."""
 
 
-def look_at_model(
-    plan: Plan, task: Task, run_folder: Path, *, samples: int, ranks: Sequence[int], blocks: bool
-) -> Iterator[str]:
+@dataclass(frozen=True)
+class LookRequest:
+    """What to find out about a model."""
+
+    samples: int
+    ranks: Sequence[int]
+    """Over how many its layers may be split."""
+    blocks: bool
+    """Whether a pipeline may cut it."""
+
+
+def look_at_model(plan: Plan, task: Task, run_folder: Path, request: LookRequest) -> Iterator[str]:
     """What a worker does to see how a model can be divided; it writes a file, and yields nothing."""
     set_up_torch(plan)
-    look = ModelLook(plan, task, samples)
-    found = look.blocks() if blocks else ModelDivision(why_no_blocks=no_stages_known())
-    look.tensors(ranks, found)
+    look = ModelLook(plan, task, request.samples)
+    found = look.blocks() if request.blocks else ModelDivision(why_no_blocks=no_stages_known())
+    look.tensors(request.ranks, found)
     replace(found, parameters=float(_size(look.model))).write(run_folder)
     yield from ()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from evenstep.compare.compare_strategies import TRIAL, BlockRunner, CompareRequest
-from evenstep.compare.layer_costs import look_at_model
+from evenstep.compare.layer_costs import LookRequest, look_at_model
 from evenstep.compare.measure import Block
 from evenstep.distributed.devices import choose_devices
 from evenstep.errors import EvenstepError, PlanError, Preempted, TaskError
@@ -87,12 +87,12 @@ def _look(base: Prepared, dividing: Sequence[StrategyFacts], ranks: Sequence[int
         return
     log("looking at how the model can be divided")
     tensors = sorted({2, *ranks}) if any(not one.schedules for one in dividing) else []
-    work = partial(
-        look_at_model,
+    request = LookRequest(
         samples=max(1, base.plan.batch // SMALLER),
         ranks=[num for num in tensors if num > 1],
         blocks=any(one.schedules for one in dividing),
     )
+    work = partial(look_at_model, request=request)
     folder = base.folder / "look"
     try:
         if has_several(base.task):

@@ -89,7 +89,8 @@ class Stream:
             if number % num_readers == reader:
                 start = part.start + number * part.batch
                 span = Span(part.epoch, start, start + len(samples))
-                yield self._cut(part, samples, span, transform, len(held) < num_ahead, number < part.num_checked)
+                micro_batches, checked = self._cut(part, samples, span, transform, number < part.num_checked)
+                yield HostBatch(span, micro_batches, len(held) < num_ahead, checked)
             samples = held + opened.take(part.batch)
 
     def _check_start(self, part: StreamPart, num: int) -> None:
@@ -106,22 +107,16 @@ class Stream:
             )
 
     def _cut(
-        self,
-        part: StreamPart,
-        samples: list[Any],
-        span: Span,
-        transform: SampleTransform,
-        is_epoch_end: bool,
-        is_checked: bool,
-    ) -> HostBatch:
+        self, part: StreamPart, samples: list[Any], span: Span, transform: SampleTransform, is_checked: bool
+    ) -> tuple[list[list[HostMicroBatch]], BatchDigests | None]:
+        """The micro-batches of a step, and what the ranks compare of it."""
         # Before the user's code can change the samples in place.
         common = digest(samples) if is_checked else ""
         micro_batches = [
             [self._micro_batch(samples, span, own, transform) for own in replicas]
             for replicas in part.cut.ranges(len(samples))
         ]
-        checked = BatchDigests(replica_digests(micro_batches), common, "") if is_checked else None
-        return HostBatch(span, micro_batches, is_epoch_end, checked)
+        return micro_batches, BatchDigests(replica_digests(micro_batches), common, "") if is_checked else None
 
     def _micro_batch(self, samples: list[Any], span: Span, own: range, transform: SampleTransform) -> HostMicroBatch:
         ids = span.start + np.arange(own.start, own.stop)

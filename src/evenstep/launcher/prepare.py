@@ -132,7 +132,7 @@ def prepare(source: str | TaskFunction | Task | None, choices: Mapping[str, Any]
 
 
 def _values(spec: str | None, chosen: Mapping[str, Any], base: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of the plan, as far as they are chosen; and lines to log about those of an earlier run that are dropped."""
+    """The fields of the plan that are chosen, and lines to log about those of an earlier run that are dropped."""
     task_spec = absolute_spec(spec) if spec is not None else IN_THIS_PROCESS
     values = {**base, **chosen, **_devices(chosen, base), "task": task_spec}
     if os.path.exists(values.get("data", "")):

@@ -234,17 +234,30 @@ def calibrate(
         notes.append(f"Records with --mesh {mesh} are not used: {SHARDS_NOT_PREDICTED}")
     if not whole:
         notes.append("no Record is of one device: its computing is what the stages of a pipeline computed together")
+    looked = 4 * round(division.parameters) if division is not None else 0
+    work = _workload(observed, 4 * parameters if parameters else _gradient_bytes(observed) or looked, notes)
+    return Calibration(
+        work=work,
+        observed=observed,
+        link=_link(observed),
+        notes=notes,
+        divided=divided,
+        division=division or _division(divided, work),
+        is_derived=not whole,
+    )
+
+
+def _workload(observed: Sequence[Observation], gradient_bytes: int, notes: list[str]) -> Workload:
+    """What one device computes and a rank sends; what is not known of it is added to the notes."""
     chosen = _computing(_comparable(observed))
     fixed, slope, exponent = _line(chosen, notes)
-    looked = 4 * round(division.parameters) if division is not None else 0
-    gradient_bytes = 4 * parameters if parameters else _gradient_bytes(observed) or looked
-    if not gradient_bytes:
-        notes.append("the size of the gradients is not known: communication is left out; give --parameters 25.6M")
     first = min(chosen, key=lambda one: one.devices)
     arrivals = _arrivals(observed, gradient_bytes)
     if gradient_bytes:
         notes.append(_arrivals_in_words(arrivals, gradient_bytes))
-    work = Workload(
+    else:
+        notes.append("the size of the gradients is not known: communication is left out; give --parameters 25.6M")
+    return Workload(
         fixed_seconds=fixed,
         sample_seconds=slope,
         exponent=exponent,
@@ -260,16 +273,6 @@ def calibrate(
         cores=int(first.record.machine.get("cores") or 1) if first.kind == "cpu" else None,
         threads=first.threads,
         shares_memory=first.kind == "cpu",
-    )
-    found = division or _division(divided, work)
-    return Calibration(
-        work=work,
-        observed=observed,
-        link=_link(observed),
-        notes=notes,
-        divided=divided,
-        division=found,
-        is_derived=not whole,
     )
 
 

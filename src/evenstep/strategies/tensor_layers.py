@@ -7,6 +7,7 @@ and its bias is added once. In backward, the gradients of the first one's input 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -97,23 +98,24 @@ class RowLinear(nn.Linear):
 
 def split_outputs(layer: nn.Linear, ranks: ReplicaRanks, unit: int = 1) -> None:
     """Let each rank compute some of its outputs."""
-    _cut(layer, "weight", ranks, 0, unit)
-    if layer.bias is not None:
-        _cut(layer, "bias", ranks, 0, unit)
+    _cut(layer, ("weight", "bias"), ranks, unit)
     layer.out_features = len(layer.weight)
     _become(layer, ColumnLinear, ranks)
 
 
 def split_inputs(layer: nn.Linear, ranks: ReplicaRanks, unit: int = 1) -> None:
     """Let each rank bring some of its inputs."""
-    _cut(layer, "weight", ranks, 1, unit)
+    cut_parameter(layer, "weight", ParameterSlice(ranks.ranks, tuple(layer.weight.shape), 1, unit))
     layer.in_features = layer.weight.shape[1]
     _become(layer, RowLinear, ranks)
 
 
-def _cut(layer: nn.Module, name: str, ranks: ReplicaRanks, dim: int, unit: int, blocks: int = 1) -> None:
-    shape = tuple(getattr(layer, name).shape)
-    cut_parameter(layer, name, ParameterSlice(ranks.ranks, shape, dim, unit, blocks))
+def _cut(layer: nn.Module, names: Iterable[str], ranks: ReplicaRanks, unit: int, blocks: int = 1) -> None:
+    """Keep the rows of this rank, in those of the parameters that the layer has."""
+    for name in names:
+        weight = getattr(layer, name)
+        if weight is not None:
+            cut_parameter(layer, name, ParameterSlice(ranks.ranks, tuple(weight.shape), 0, unit, blocks))
 
 
 def _become(layer: nn.Module, kind: type[nn.Module], ranks: ReplicaRanks) -> None:
@@ -246,9 +248,7 @@ def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None
 def split_attention(layer: nn.MultiheadAttention, ranks: ReplicaRanks) -> None:
     """Let each rank compute some of its heads."""
     num_heads = layer.num_heads
-    _cut(layer, "in_proj_weight", ranks, 0, layer.head_dim, blocks=3)
-    if layer.in_proj_bias is not None:
-        _cut(layer, "in_proj_bias", ranks, 0, layer.head_dim, blocks=3)
+    _cut(layer, ("in_proj_weight", "in_proj_bias"), ranks, layer.head_dim, blocks=3)
     out = layer.out_proj
     split_inputs(out, ranks, unit=layer.head_dim)
     part = slice_of(out.weight)

@@ -125,14 +125,7 @@ class Run:
         """Which parameters required gradients at the start; layers may be unfrozen between steps."""
         if set(self.optimizers) - set(self.models):
             raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
-        if self.scheduler is not None:
-            _check_scheduler(self.scheduler)
-        elif len(self.optimizers) == 1 and "initial_lr" in next(iter(self.optimizers.values())).param_groups[0]:
-            warnings.warn(
-                "the optimizer has a scheduler that this Run does not save, so that a resumed training would begin its "
-                "schedule again; write Run(team, model, optimizer, loader, scheduler)",
-                stacklevel=2,
-            )
+        self._check_scheduler()
         self.folder = Path(folder) if folder is not None else None
         self._saved: Path | None = None
         """The last checkpoint."""
@@ -142,15 +135,30 @@ class Run:
         """Folders in which rank 0 may have left files for the next checkpoint."""
         # A custom loop does not call `close`.
         weakref.finalize(self, _drop_spares, self._saved_to)
-        self._record = None
-        if self.folder is not None:
-            from evenstep.training.custom_loop_record import LoopChoices, LoopRecord, loop_plan
+        self._record = self._begin_record(log, best)
 
-            plan = loop_plan(team, self.loader, self.folder, LoopChoices(log, best))
-            self._record = LoopRecord(team, self.folder, plan, self.loader.facts())
-            self.before_save = self._record.flush
-        elif log is not None or best is not None:
-            raise TaskError('log and best need a run folder: Run(..., folder="runs/mine", log="tensorboard")')
+    def _check_scheduler(self) -> None:
+        if self.scheduler is not None:
+            _check_scheduler(self.scheduler)
+        elif len(self.optimizers) == 1 and "initial_lr" in next(iter(self.optimizers.values())).param_groups[0]:
+            warnings.warn(
+                "the optimizer has a scheduler that this Run does not save, so that a resumed training would begin its "
+                "schedule again; write Run(team, model, optimizer, loader, scheduler)",
+                stacklevel=3,
+            )
+
+    def _begin_record(self, log: str | None, best: str | None) -> LoopRecord | None:
+        """The Record of a custom loop that has a folder."""
+        if self.folder is None:
+            if log is not None or best is not None:
+                raise TaskError('log and best need a run folder: Run(..., folder="runs/mine", log="tensorboard")')
+            return None
+        from evenstep.training.custom_loop_record import LoopChoices, LoopRecord, loop_plan
+
+        plan = loop_plan(self.team, self.loader, self.folder, LoopChoices(log, best))
+        record = LoopRecord(self.team, self.folder, plan, self.loader.facts())
+        self.before_save = record.flush
+        return record
 
     @property
     def step(self) -> int:

@@ -60,17 +60,8 @@ def train(
                 is_last = ends or batch.is_epoch_end or waits_at(number)
                 if is_last or number < PEAKS_EVERY or number % PEAKS_EVERY == 0:
                     peaks = peak_bytes()
-                step = partial(
-                    Step,
-                    step=number,
-                    epoch=batch.span.epoch,
-                    samples=batch.num_samples,
-                    seconds=time.perf_counter() - started,
-                    input_seconds=arrived - started,
-                    lr=lr,
-                    peak_bytes=peaks,
-                    epoch_samples=run.loader.lengths.of(batch.span.epoch) or 0,
-                )
+                seconds, input_seconds = time.perf_counter() - started, arrived - started
+                step = partial(_row(run, batch), seconds=seconds, input_seconds=input_seconds, lr=lr, peak_bytes=peaks)
                 pending.append((taken, step, batch.ids.tolist() if plan.audit else []))
                 if stepper.lag and batch.is_epoch_end and not ends:
                     run.loader.prepare(batch.span.epoch + 1)
@@ -109,6 +100,13 @@ def _rest(run: Run, pending: deque[tuple[Taken, Callable[..., Step], list[int]]]
         if not math.isfinite(row.step.loss):
             return
         yield row._replace(is_rest=True)
+
+
+def _row(run: Run, batch: Batch) -> partial[Step]:
+    """Which step it was."""
+    epoch = batch.span.epoch
+    length = run.loader.lengths.of(epoch) or 0
+    return partial(Step, step=run.step, epoch=epoch, samples=batch.num_samples, epoch_samples=length)
 
 
 def _known(taken: Taken, step: Callable[..., Step], ids: list[int]) -> StepTaken:

@@ -533,7 +533,7 @@ class Team:
         sums = self._named_sums()
         num_samples = 0
         evaluate = Evaluator()
-        replica_measure = partial(self._replica_measure, function, model, evaluate)
+        replica_measure = partial(self._replica_measure, partial(self._values, function, model), evaluate)
         if scores is not None:
             scores.reset()
         # What virtual replicas draw in an evaluation does not change what is drawn after it.
@@ -615,24 +615,27 @@ class Team:
             answer: T = model.loss_modules[0](function)
         return answer
 
-    def _replica_measure(
+    def _values(
         self,
         function: Callable[..., Mapping[str, Amount]],
         model: DistributedModel,
+        replica: int,
+        micro_batch: MicroBatch,
+    ) -> Mapping[str, Amount]:
+        with self.precision.autocast(self.world.devices[replica]):
+            return named(model.loss_modules[replica](function, micro_batch.inputs))
+
+    def _replica_measure(
+        self,
+        values: Callable[[int, MicroBatch], Mapping[str, Amount]],
         evaluate: Evaluator,
         context: LossContext,
         replica: int,
         micro_batch: MicroBatch,
     ) -> dict[str, torch.Tensor]:
-        device = self.world.devices[replica]
-
-        def values() -> Mapping[str, Amount]:
-            with self.precision.autocast(device):
-                return named(model.loss_modules[replica](function, micro_batch.inputs))
-
         home = self.world.device
-        with on(device), context.on(replica, micro_batch.num_samples):
-            found = evaluate(values)
+        with on(self.world.devices[replica]), context.on(replica, micro_batch.num_samples):
+            found = evaluate(partial(values, replica, micro_batch))
         return {name: as_sum(amount, micro_batch.num_samples, name).to(home) for name, amount in found.items()}
 
 

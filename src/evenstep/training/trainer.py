@@ -94,10 +94,6 @@ class Trainer:
         self.folder = run_folder
         self.checkpoints = run_folder / files.FOLDER
         self.run = self._build()
-        if task.ema is not None:
-            from evenstep.training.ema import WeightAverage
-
-            self.run.average = WeightAverage(self.run.models.values(), task.ema)
         if task.after is not None or task.after_every is not None:
             from evenstep.training.after_hook import check_after
 
@@ -110,11 +106,7 @@ class Trainer:
         self.measured: MeasuredSteps | None = None
         """The stepper, with `--shares auto`."""
         self.stepper = self._stepper()
-        self.scores: Scores | None = None
-        if task.scores is not None:
-            from evenstep.training.scores import scores_of
-
-            self.scores = scores_of(task)
+        self.scores = self._scores()
         self.peaks: dict[str, int] = {}
         self.best = BestSoFar.of(plan)
         self.tally = Tally()
@@ -138,6 +130,13 @@ class Trainer:
         self._save_interval = SaveInterval()
         if plan.restarts or plan.machines:
             team.requests.save_is_due = self._save_interval.is_due
+
+    def _scores(self) -> Scores | None:
+        if self.task.scores is None:
+            return None
+        from evenstep.training.scores import scores_of
+
+        return scores_of(self.task)
 
     def _add_checks(self) -> None:
         """What watches the steps: an audit, a comparison of replicas and of their speed, replays on other devices."""
@@ -507,6 +506,10 @@ class Trainer:
         seed_everything(derive_seed(plan.seed, "host", 0, rank))
         run = Run(team, models, optimizers, loader, scheduler, num_steps)
         run.stepped_after = stepped_after(scheduler, task)
+        if task.ema is not None:
+            from evenstep.training.ema import WeightAverage
+
+            run.average = WeightAverage(models.values(), task.ema)
         return run
 
     def _make_module(self) -> Any:

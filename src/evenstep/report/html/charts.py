@@ -341,13 +341,11 @@ def _width(number: int, num: int) -> float:
 def scaling_charts(comparison: Comparison) -> list[Chart]:
     """Speed-up and efficiency of each strategy over the number of devices, beside what would be ideal."""
     base = comparison.rows[0]
-    first = len(base.devices)
+    first, most = _ends(comparison)
     rate = base.samples_per_second.middle
-    most = max(len(row.devices) for row in comparison.rows)
-    ends = [first, most]
-    speedup = _scaling(comparison, lambda _, speed: speed / rate, ends, [1, most / first], "speed-up", "0.00")
+    speedup = _scaling(comparison, lambda _, speed: speed / rate, [1, most / first], "speed-up", "0.00")
     efficiency = _scaling(
-        comparison, lambda row, speed: speed / rate * first / len(row.devices), ends, [1, 1], "efficiency", "0 %"
+        comparison, lambda row, speed: speed / rate * first / len(row.devices), [1, 1], "efficiency", "0 %"
     )
     caption = "Bars show the slowest and the fastest round; the grey line is ideal scaling."
     keys = _strategy_keys(comparison)
@@ -369,7 +367,13 @@ def _strategy_keys(comparison: Comparison) -> list[Key]:
     return [*keys, Key(name="ideal", label="ideal", colour=OTHER)]
 
 
-def _scaling(comparison: Comparison, scale: Scale, ends: list[int], ideal: list[float], y: str, number: str) -> figure:
+def _ends(comparison: Comparison) -> list[int]:
+    """The number of devices of the baseline, and the largest one."""
+    return [len(comparison.rows[0].devices), max(len(row.devices) for row in comparison.rows)]
+
+
+def _scaling(comparison: Comparison, scale: Scale, ideal: list[float], y: str, number: str) -> figure:
+    ends = _ends(comparison)
     highest = max([*ideal, *(scale(row, row.samples_per_second.high) for row in comparison.rows)])
     tips = [("", "@label"), (y, f"@y{{{number}}}"), ("rounds", f"@low{{{number}}} to @high{{{number}}}")]
     margin = max(0.25, (ends[1] - ends[0]) * 0.08)
@@ -479,15 +483,14 @@ def _part_columns(rows: Sequence[Row], names: list[str], part: str) -> dict[str,
 
 
 def _ceilings(plot: figure, rows: Sequence[Row], names: Sequence[str]) -> None:
-    _marks(plot, rows, names, [row.step_seconds for row in rows], "nothing", "dash")
-    _marks(plot, rows, names, [row.without_input_seconds for row in rows], "input", "inverted_triangle")
-    _marks(plot, rows, names, [row.without_communication_seconds for row in rows], "communication", "diamond")
+    named = list(zip(names, rows, strict=True))
+    _marks(plot, [(name, row, row.step_seconds) for name, row in named], "nothing", "dash")
+    _marks(plot, [(name, row, row.without_input_seconds) for name, row in named], "input", "inverted_triangle")
+    _marks(plot, [(name, row, row.without_communication_seconds) for name, row in named], "communication", "diamond")
 
 
-def _marks(
-    plot: figure, rows: Sequence[Row], names: Sequence[str], found: Sequence[Range | None], part: str, marker: str
-) -> None:
-    there = [(name, row, one.middle) for name, row, one in zip(names, rows, found, strict=True) if one is not None]
+def _marks(plot: figure, found: Sequence[tuple[str, Row, Range | None]], part: str, marker: str) -> None:
+    there = [(name, row, one.middle) for name, row, one in found if one is not None]
     columns = {
         "row": [name for name, _, _ in there],
         "ms": [1000 * seconds for _, _, seconds in there],

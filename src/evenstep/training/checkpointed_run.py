@@ -125,7 +125,7 @@ class Run:
         """Which parameters required gradients at the start; layers may be unfrozen between steps."""
         if set(self.optimizers) - set(self.models):
             raise TaskError(f"optimizers {list(self.optimizers)} and models {list(self.models)} need the same names")
-        self._check_scheduler()
+        self._check_own_scheduler()
         self.folder = Path(folder) if folder is not None else None
         self._saved: Path | None = None
         """The last checkpoint."""
@@ -137,7 +137,7 @@ class Run:
         weakref.finalize(self, _drop_spares, self._saved_to)
         self._record = self._begin_record(log, best)
 
-    def _check_scheduler(self) -> None:
+    def _check_own_scheduler(self) -> None:
         if self.scheduler is not None:
             _check_scheduler(self.scheduler)
         elif len(self.optimizers) == 1 and "initial_lr" in next(iter(self.optimizers.values())).param_groups[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ from tests import marks
 # Read when torch is loaded: threads that wait sleep, since there are more processes than cores. Otherwise they take the
 # time that the others need, and `verify` twice as much.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell ignores SIGINT for what it starts with `&`, and so would every command that is to be stopped by Ctrl-C here.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -32,7 +32,11 @@ def evenstep(*arguments: str) -> str:
 
 def test_its_checkpoint_is_resumed_to_the_weights_of_an_uninterrupted_run() -> None:
     evenstep("train", "--resume", "weighted", "--steps", "24", "--name", "resumed")
-    assert furthest(newest_weights(Path("runs/resumed")), load_file("after_24_steps.safetensors")) < 1e-5
+    weights, reference = newest_weights(Path("runs/resumed")), load_file("after_24_steps.safetensors")
+    # The gradient of a bias before BatchNorm is rounding alone, another on another CPU, and AdamW makes steps of it.
+    rounded = ("0.bias", "1.running_mean")
+    assert furthest(*({name: model.pop(name) for name in rounded} for model in (weights, reference))) < 1e-2
+    assert furthest(weights, reference) < 1e-5
     assert [step.step for step in Record.read("runs/resumed").steps] == list(range(15, 25))
 
 

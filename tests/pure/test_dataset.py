@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from evenstep.data.adapt import adapt
 from evenstep.data.augmentation import SampleTransform
-from evenstep.data.dataset import open_source
+from evenstep.data.dataset import IdsOnDevice, open_source
 from evenstep.data.nested import map_tensors
 from evenstep.errors import TaskError
 
@@ -215,3 +215,28 @@ def test_a_collate_that_raises_is_named_with_its_line() -> None:
 def test_an_array_on_disk_is_read_by_id(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", X.numpy())
     assert torch.equal(fetch(np.load(tmp_path / "x.npy", mmap_mode="r")), X[[3, 0, 2]])
+
+
+def test_ids_of_a_block_are_copied_to_the_device_once() -> None:
+    on_device = IdsOnDevice(torch.device("meta"))
+    block = np.random.default_rng(0).permutation(1000)
+    first, second = on_device.find(block[100:300]), on_device.find(block[300:310])
+    assert first.shape == (200,)
+    assert second._base is not None
+    assert second._base is first._base
+    assert (first.storage_offset(), second.storage_offset()) == (100, 300)
+    # Another block, and the first again.
+    assert on_device.find(block.copy()[5:7])._base is not first._base
+    assert on_device.find(block[:3])._base is not first._base
+
+
+def test_ids_on_a_device_are_those_that_were_asked_for() -> None:
+    on_device = IdsOnDevice(torch.device("cpu"))
+    generator = np.random.default_rng(0)
+    blocks = [generator.permutation(1000) for _ in range(3)]
+    rows = generator.permutation(20).reshape(4, 5)
+    slices = [blocks[i % 3][slice(*sorted(generator.integers(0, 1001, 2)))] for i in range(40)]
+    others = [blocks[0][::2], blocks[1][::-1], rows[1], rows[:, 2], rows.ravel()[3:7], blocks[2], blocks[0][[5, 1]]]
+    narrow = np.arange(10, dtype=np.int32)[2:5]
+    for ids in (*slices, *(other.copy() if other.strides[0] < 0 else other for other in others), narrow):
+        assert on_device.find(ids).tolist() == ids.tolist()

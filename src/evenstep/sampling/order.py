@@ -155,6 +155,9 @@ SORTED_UP_TO = 1 << 16
 
 _ROUNDS = 8
 
+_PART = 1 << 14
+"""Numbers whose rounds are computed together: the arrays of a part fit into a core's cache."""
+
 _WORD = 64
 
 _INDEX = np.uint64(SORTED_UP_TO - 1)
@@ -173,12 +176,14 @@ def permuted(positions: Ids, num: int, key: tuple[int, int]) -> Ids:
     # A Feistel network permutes the numbers below a power of two; results outside the range go through it again.
     rounds = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(_ROUNDS)
     bits = (num - 1).bit_length()
-    ids = _feistel(positions.astype(np.uint64), bits, rounds)
+    ids = positions.astype(np.uint64)
+    for start in range(0, len(ids), _PART):
+        ids[start : start + _PART] = _feistel(ids[start : start + _PART], bits, rounds)
     outside = np.flatnonzero(ids >= num)
     while len(outside):
         ids[outside] = again = _feistel(ids[outside], bits, rounds)
         outside = outside[again >= num]
-    return ids.astype(np.int64)
+    return ids.view(np.int64)
 
 
 def _feistel(values: Words, bits: int, rounds: Words) -> Words:

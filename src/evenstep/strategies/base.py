@@ -305,7 +305,8 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, `device` is current in this thread: CUDA keeps that per thread."""
-    return torch.cuda.device(device) if device.type == "cuda" else NOTHING
+    # By its index, which torch looks up several calls deep otherwise.
+    return torch.cuda.device(device.index) if device.type == "cuda" else NOTHING
 
 
 SMALL_ENOUGH = 20_000_000

@@ -70,8 +70,9 @@ class Running(Protocol):
 class Ahead:
     """The steps that the host is ahead of the GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.number = 0
+        self._device = device
         self._running: deque[Running] = deque()
         self._events = [torch.cuda.Event() for _ in range(SLOTS)]
         self._reached = [torch.cuda.Event() for _ in range(SLOTS)]
@@ -99,14 +100,15 @@ class Ahead:
     def _record(self, event: torch.cuda.Event) -> None:
         """Let the event be that of the end of the step, with its copies to the host."""
         copies = self._copies[self.number % SLOTS]
+        current = torch.cuda.current_stream(self._device.index)
         if not copies or self._waits_for_host:
             for host, values in copies:
                 host.copy_(values, non_blocking=True)
-            event.record()
+            event.record(current)
             return
         # On the stream of the computation, the next step would wait for a copy: 9 us. Another stream takes the host 40.
-        stream, reached = side_stream(copies[0][1].device), self._reached[self.number % SLOTS]
-        reached.record()
+        stream, reached = side_stream(self._device), self._reached[self.number % SLOTS]
+        reached.record(current)
         stream.wait_event(reached)
         with torch.cuda.stream(stream):
             for host, values in copies:
@@ -175,7 +177,7 @@ class LateSteps(Eager):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self.ahead = Ahead()
+        self.ahead = Ahead(recipe.team.world.device)
         self.guard = FiniteGuard(recipe.team.world.device)
         self.observes = False
         """Whether to note which parameters had a gradient."""

@@ -234,7 +234,7 @@ class InTurn:
         if reads_late(run.team, [weight for model in run.models.values() for weight in model.weights]):
             from evenstep.training.deferred_loss import LAG, Ahead, FiniteGuard
 
-            self._late = FiniteGuard(run.team.world.device), Ahead()
+            self._late = FiniteGuard(run.team.world.device), Ahead(run.team.world.device)
             # As of `LateSteps`.
             self.lag = LAG if all(is_fused(run.optimizers[key]) for key in self._losses) else self.lag
 

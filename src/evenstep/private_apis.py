@@ -243,12 +243,15 @@ def free_group_after_reducer() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     kind: Any = DistributedDataParallel
-    make_reducer = kind._ddp_init_helper
+    make_reducer = getattr(kind, "_ddp_init_helper", None)
+    if make_reducer is None:
+        # Programs that never destroy a group early have no use for this, and must not fail for it.
+        return
 
     @functools.wraps(make_reducer)
     def make_reducer_first(wrapper: Any, *arguments: Any, **options: Any) -> None:
         make_reducer(wrapper, *arguments, **options)
-        # Attributes are freed in the order in which they were set.
+        # CPython frees the values of a dict as large as this one, which shares no keys, in the order of insertion.
         wrapper.process_group = vars(wrapper).pop("process_group")
 
     kind._ddp_init_helper = make_reducer_first

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -46,6 +47,29 @@ def test_a_field_without_a_default_is_required_wherever_it_stands() -> None:
     done = CliRunner().invoke(command(), ["a"])
     assert done.exit_code == 2
     assert "Missing option '--kind'" in done.output
+
+
+def test_a_parameter_of_the_command_may_have_the_name_of_a_field() -> None:
+    app = typer.Typer()
+
+    @app.command()
+    @fields_as_options
+    def show(first: First, steps: Second) -> None:
+        print(first.steps, steps.kind)
+
+    assert CliRunner().invoke(app, ["a", "--kind", "b", "--steps", "7"]).output == "7 b\n"
+
+
+@dataclass(frozen=True)
+class Listed:
+    values: Annotated[list[int], typer.Option()] = field(default_factory=list)
+
+
+def test_a_field_whose_default_is_made_by_a_function_is_refused() -> None:
+    def show(listed: Listed) -> None: ...
+
+    with pytest.raises(TypeError, match=r"listed\.values has a default_factory"):
+        fields_as_options(show)
 
 
 def test_help_lists_the_fields_in_their_order() -> None:

@@ -204,7 +204,7 @@ def load_optimizer_state(
 
 
 def _placed(value: Readable, weight: torch.Tensor, *, is_number: bool) -> torch.Tensor:
-    """As much of it as this rank has of the parameter; the whole of a value of another shape."""
+    """A saved value for this rank: its part of one shaped like the parameter, or all of any other."""
     part = slice_of(weight)
     shape = weight.shape if part is None else part.shape
     if value.shape != shape or (not value.ndim and is_number):

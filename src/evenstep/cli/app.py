@@ -82,7 +82,7 @@ def flag(*names: str, help: str, **more: Any) -> Any:
 
 
 def fields_as_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take frozen dataclasses, whose fields are its arguments and options, in this order.
+    """Let a command take frozen dataclasses: their fields, in order, are its arguments and options.
 
     Typer reads a function's signature; this one has a parameter for each field.
     """
@@ -90,22 +90,30 @@ def fields_as_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def from_values(**values: object) -> None:
-        command(**{name: _from_values(name, kind, values) for name, kind in kinds.items()})
+        command(**{name: _argument(name, kind, values) for name, kind in kinds.items()})
 
     parameters = [one for name, kind in kinds.items() for one in _parameters(name, kind)]
     vars(from_values)["__signature__"] = inspect.Signature(parameters)
+    # Not those of the command, which `wraps` has copied: its parameters may have the names of fields.
+    from_values.__annotations__ = {one.name: one.annotation for one in parameters}
     return from_values
 
 
-def _from_values(name: str, kind: type, values: Mapping[str, object]) -> object:
-    return kind(**{one.name: values[one.name] for one in fields(kind)}) if is_dataclass(kind) else values[name]
+def _argument(name: str, kind: Any, values: Mapping[str, object]) -> object:
+    if not is_dataclass(kind):
+        return values[name]
+    make: Any = kind
+    return make(**{one.name: values[one.name] for one in fields(kind)})
 
 
-def _parameters(name: str, kind: type) -> list[inspect.Parameter]:
+def _parameters(name: str, kind: Any) -> list[inspect.Parameter]:
     """Those of a dataclass, or one parameter that stays as it is, such as typer's context."""
     if not is_dataclass(kind):
         return [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)]
     types = get_type_hints(kind, include_extras=True)
+    made = [one.name for one in fields(kind) if one.default_factory is not MISSING]
+    if made:
+        raise TypeError(f"{name}.{made[0]} has a default_factory; an option needs a plain default")
     return [
         inspect.Parameter(
             one.name,

@@ -119,9 +119,9 @@ class CompareOptions:
 
 @app.command(epilog=EXAMPLES)
 @fields_as_options
-def compare(which: TaskArguments, given: CompareOptions, output: OutputOptions) -> None:
+def compare(chosen_task: TaskArguments, given: CompareOptions, output: OutputOptions) -> None:
     """Measure the speed of strategies on your task: a table, a recommendation, and an HTML page in runs/."""
-    source, options = need_task(which, "compare")
+    source, options = need_task(chosen_task, "compare")
     choices = {
         "batch": given.batch,
         "precision": given.precision,
@@ -160,13 +160,14 @@ def _request(source: str, choices: dict[str, Any], given: CompareOptions) -> Com
 
 
 def _link_request(source: str, links: str, choices: dict[str, Any], given: CompareOptions) -> LinkRequest:
-    """Of several numbers of devices, the last."""
+    """What `--links` compares."""
     from evenstep.compare.compare_links import LinkRequest
 
     devices = given.devices
     return LinkRequest(
         source=source,
         links=links,
+        # Of several numbers, the last.
         devices=devices.rpartition(",")[2] if devices.replace(",", "").isdigit() else devices,
         seeds=given.seeds,
         target=given.target,
@@ -175,11 +176,11 @@ def _link_request(source: str, links: str, choices: dict[str, Any], given: Compa
 
 
 def _compare_strategies(request: CompareRequest, output: OutputOptions) -> None:
-    from evenstep.compare.compare_strategies import compare
+    from evenstep.compare.compare_strategies import compare as measure
     from evenstep.report.terminal import show_comparison
 
     with progress(quiet=output.quiet) as log:
-        comparison, folder = compare(request, log)
+        comparison, folder = measure(request, log)
     page, why_not = _page(comparison, folder)
     if output.as_json:
         print(json.dumps({**dataclasses.asdict(comparison), "folder": str(folder), "page": page}))

@@ -80,14 +80,14 @@ class FitOptions:
 
 @app.command(epilog=EXAMPLES)
 @fields_as_options
-def fit(which: TaskArguments, given: FitOptions, output: OutputOptions) -> None:
+def fit(chosen_task: TaskArguments, given: FitOptions, output: OutputOptions) -> None:
     """Forecast the memory of a step by kind (weights, gradients ...), and find the largest and fastest micro-batch."""
     from evenstep.fit.fit_table import fit_to_json, show_fit
     from evenstep.fit.memory_model import parse_bytes
     from evenstep.launcher.fit_micro_batch import FitRequest
     from evenstep.launcher.fit_micro_batch import fit as find
 
-    source, options = need_task(which, "fit")
+    source, options = need_task(chosen_task, "fit")
     request = FitRequest(
         source=source,
         strategy=given.strategy,

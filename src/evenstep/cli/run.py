@@ -25,8 +25,8 @@ TorchrunOption = Annotated[str | None, typer.Option(hidden=True)]
 
 
 @dataclass(frozen=True)
-class TorchrunFlags:
-    """Options of torchrun that are accepted, and not shown."""
+class HiddenTorchrunOptions:
+    """The fields of `launcher.script.TorchrunOptions`, which is imported late: accepted, and not shown."""
 
     node_rank: TorchrunOption = None
     master_addr: TorchrunOption = None
@@ -92,7 +92,7 @@ class RunOptions:
     },
 )
 @fields_as_options
-def run(context: typer.Context, given: RunOptions, theirs: TorchrunFlags) -> None:
+def run(context: typer.Context, given: RunOptions, theirs: HiddenTorchrunOptions) -> None:
     """Run a script as several processes, like torchrun; what follows SCRIPT is passed to it.
 
     torchrun's options are understood. The output of rank 0 is shown, and the errors of all ranks;

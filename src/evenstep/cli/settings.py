@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -69,8 +68,7 @@ def _apply(context: typer.Context, settings: Settings | None) -> Settings | None
     if settings is None:
         return None
     assert context.command.callback is not None
-    parameters = inspect.signature(context.command.callback).parameters.values()
-    types = {one.name: get_args(one.annotation)[0] for one in parameters if get_origin(one.annotation) is Annotated}
+    types = get_type_hints(context.command.callback)
     flags = {flag: str(one.name) for one in context.command.params for flag in one.opts if one.name in types}
     known = {flag.removeprefix("--"): name for flag, name in flags.items() if flag.startswith("--")}
     defaults: dict[str, Any] = {}

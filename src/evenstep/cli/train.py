@@ -289,9 +289,9 @@ class TrainOptions:
 
 @app.command(epilog=TRAIN_EXAMPLES)
 @fields_as_options
-def train(which: TaskArguments, given: TrainOptions, output: OutputOptions) -> None:
+def train(chosen_task: TaskArguments, given: TrainOptions, output: OutputOptions) -> None:
     """Train a task on one device or many."""
-    task, choices = _choices(which, given)
+    task, choices = _choices(chosen_task, given)
     if given.on is not None:
         raise typer.Exit(_train_on(given.on, task, choices))
     if given.suggest:
@@ -300,11 +300,11 @@ def train(which: TaskArguments, given: TrainOptions, output: OutputOptions) -> N
         _train(task, choices, output)
 
 
-def _choices(which: TaskArguments, given: TrainOptions) -> tuple[str | None, dict[str, Any]]:
+def _choices(chosen_task: TaskArguments, given: TrainOptions) -> tuple[str | None, dict[str, Any]]:
     """The task, and what was chosen for the Plan."""
     choices = {name: value for name, value in dataclasses.asdict(given).items() if name not in NOT_IN_PLAN}
     take_sizes(choices)
-    task, choices["options"] = choose_task(which)
+    task, choices["options"] = choose_task(chosen_task)
     return task, choices
 
 

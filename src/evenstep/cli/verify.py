@@ -121,18 +121,18 @@ class VerifyOptions:
 
 @app.command(epilog=EXAMPLES)
 @fields_as_options
-def verify(which: TaskArguments, given: VerifyOptions, output: OutputOptions) -> None:
+def verify(chosen_task: TaskArguments, given: VerifyOptions, output: OutputOptions) -> None:
     """Check that each strategy matches training on one device; if not, show where it differs and why (exit code 1)."""
     from evenstep.plan import RUNS, Whole
 
-    task, options = need_task(which, "verify")
+    task, options = need_task(chosen_task, "verify")
     check("steps", given.steps, Whole, PlanError)
     check("accumulate", given.accumulate, Whole, PlanError)
     from evenstep.launcher.prepare import load_strategies
     from evenstep.verify import settled
 
     load_strategies(given.strategies, task, given.seed)
-    request = _request(task, given)
+    request = _request_of(task, given)
     is_first = not os.path.exists(given.out or RUNS)
     prepared = _prepared(request, options, is_first)
     started = time.monotonic()
@@ -174,7 +174,7 @@ class _Checked:
     seconds: float
 
 
-def _request(task: str, given: VerifyOptions) -> _Request:
+def _request_of(task: str, given: VerifyOptions) -> _Request:
     from evenstep.verify.configurations import configs_of, with_link, with_mesh, with_schedules
 
     arranged = with_mesh(configs_of(given.strategies, given.devices, given.accumulate, given.shares), given.mesh)

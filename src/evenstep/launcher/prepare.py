@@ -391,8 +391,11 @@ def _base(chosen: dict[str, Any]) -> dict[str, Any]:
         saved = files.read_state(path).get("plan")
         base |= Plan.from_json(saved).to_json() if saved else {}
     # Given steps replace epochs, and the other way round.
-    replaced = "epochs" if "steps" in chosen else "steps" if "epochs" in chosen else None
-    dropped = {*PER_START, *PER_COMMAND, replaced}
+    dropped = {*PER_START, *PER_COMMAND}
+    if "steps" in chosen:
+        dropped.add("epochs")
+    elif "epochs" in chosen:
+        dropped.add("steps")
     return {name: value for name, value in base.items() if value is not None and name not in dropped}
 
 

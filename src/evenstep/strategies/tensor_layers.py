@@ -98,7 +98,7 @@ class RowLinear(nn.Linear):
 
 def split_outputs(layer: nn.Linear, ranks: ReplicaRanks, unit: int = 1) -> None:
     """Let each rank compute some of its outputs."""
-    _cut(layer, ("weight", "bias"), ranks, unit)
+    _cut_rows(layer, ("weight", "bias"), ranks, unit)
     layer.out_features = len(layer.weight)
     _become(layer, ColumnLinear, ranks)
 
@@ -110,8 +110,8 @@ def split_inputs(layer: nn.Linear, ranks: ReplicaRanks, unit: int = 1) -> None:
     _become(layer, RowLinear, ranks)
 
 
-def _cut(layer: nn.Module, names: Iterable[str], ranks: ReplicaRanks, unit: int, blocks: int = 1) -> None:
-    """Keep the rows of this rank, in those of the parameters that the layer has."""
+def _cut_rows(layer: nn.Module, names: Iterable[str], ranks: ReplicaRanks, unit: int, blocks: int = 1) -> None:
+    """Keep this rank's rows of each of these parameters that the layer has."""
     for name in names:
         weight = getattr(layer, name)
         if weight is not None:
@@ -248,7 +248,8 @@ def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None
 def split_attention(layer: nn.MultiheadAttention, ranks: ReplicaRanks) -> None:
     """Let each rank compute some of its heads."""
     num_heads = layer.num_heads
-    _cut(layer, ("in_proj_weight", "in_proj_bias"), ranks, layer.head_dim, blocks=3)
+    assert layer.in_proj_weight is not None
+    _cut_rows(layer, ("in_proj_weight", "in_proj_bias"), ranks, layer.head_dim, blocks=3)
     out = layer.out_proj
     split_inputs(out, ranks, unit=layer.head_dim)
     part = slice_of(out.weight)

@@ -61,7 +61,8 @@ def train(
                 if is_last or number < PEAKS_EVERY or number % PEAKS_EVERY == 0:
                     peaks = peak_bytes()
                 seconds, input_seconds = time.perf_counter() - started, arrived - started
-                step = partial(_row(run, batch), seconds=seconds, input_seconds=input_seconds, lr=lr, peak_bytes=peaks)
+                begun = _begun_step(run, batch, number)
+                step = partial(begun, seconds=seconds, input_seconds=input_seconds, lr=lr, peak_bytes=peaks)
                 pending.append((taken, step, batch.ids.tolist() if plan.audit else []))
                 if stepper.lag and batch.is_epoch_end and not ends:
                     run.loader.prepare(batch.span.epoch + 1)
@@ -102,11 +103,11 @@ def _rest(run: Run, pending: deque[tuple[Taken, Callable[..., Step], list[int]]]
         yield row._replace(is_rest=True)
 
 
-def _row(run: Run, batch: Batch) -> partial[Step]:
-    """Which step it was."""
+def _begun_step(run: Run, batch: Batch, number: int) -> partial[Step]:
+    """The fields of a Step that are known before its loss."""
     epoch = batch.span.epoch
     length = run.loader.lengths.of(epoch) or 0
-    return partial(Step, step=run.step, epoch=epoch, samples=batch.num_samples, epoch_samples=length)
+    return partial(Step, step=number, epoch=epoch, samples=batch.num_samples, epoch_samples=length)
 
 
 def _known(taken: Taken, step: Callable[..., Step], ids: list[int]) -> StepTaken:

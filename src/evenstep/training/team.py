@@ -622,6 +622,7 @@ class Team:
         replica: int,
         micro_batch: MicroBatch,
     ) -> Mapping[str, Amount]:
+        """The named values of one replica's micro-batch."""
         with self.precision.autocast(self.world.devices[replica]):
             return named(model.loss_modules[replica](function, micro_batch.inputs))
 

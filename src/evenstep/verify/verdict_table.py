@@ -149,11 +149,8 @@ def lines(
         yield legend, "dim"
     yield from ((f"note: {note}", "dim") for note in notes)
     unchecked = [config for config in configs if config not in verdicts]
-    good, checked, num = (
-        sum(verdict.is_same for verdict in verdicts.values()),
-        len(configs) - len(unchecked),
-        len(configs),
-    )
+    good = sum(verdict.is_same for verdict in verdicts.values())
+    num, checked = len(configs), len(configs) - len(unchecked)
     number = "all" if good == checked else good if unchecked else f"{good} of {num}"
     match = "match single" if virtual_replicas is None else "have the bits of single"
     cut = "" if virtual_replicas is None else f" in {virtual_replicas} virtual replicas"

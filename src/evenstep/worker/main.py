@@ -138,6 +138,7 @@ def _run(spec: WorkerSpec, what: Callable[[], None]) -> None:
         os.setsid()
     begin(spec)
     tidy_up_at_exit()
+    # A fork has torch already; a new Python (--fresh) may never import it.
     if "torch" in sys.modules:
         free_group_after_reducer()
     unblock_signals()

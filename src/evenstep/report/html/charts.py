@@ -368,7 +368,7 @@ def _strategy_keys(comparison: Comparison) -> list[Key]:
 
 
 def _ends(comparison: Comparison) -> list[int]:
-    """The number of devices of the baseline, and the largest one."""
+    """The devices of the baseline, and the most of any row."""
     return [len(comparison.rows[0].devices), max(len(row.devices) for row in comparison.rows)]
 
 

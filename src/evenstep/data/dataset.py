@@ -101,7 +101,10 @@ class IdsOnDevice:
         start = (_address(ids) - _address(block)) // ids.itemsize
         kept, copy = self._kept
         if kept is not block:
-            copy = torch.from_numpy(block).to(self.device)
+            host = torch.from_numpy(block)
+            # A copy from memory that is not pinned would wait for the steps before it.
+            host = host.pin_memory() if self.device.type == "cuda" else host
+            copy = host.to(self.device, non_blocking=True)
             self._kept = block, copy
         return copy[start : start + len(ids)]
 

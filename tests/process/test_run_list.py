@@ -165,6 +165,16 @@ def test_h_is_help(verb: list[str], evenstep: Callable[..., Ended]) -> None:
     assert "Usage: " in ended.out
 
 
+def test_what_was_predicted_or_compared_by_links_is_listed_as_that(evenstep: Callable[..., Ended]) -> None:
+    predicted = evenstep("predict", "my_task.py", "--devices", "1")
+    assert predicted.code == 0, predicted.err
+    compared = evenstep(
+        "compare", "my_task.py", "--links", "none,bf16", "--devices", "2", "--steps", "3", "--seeds", "2"
+    )
+    assert compared.code == 0, compared.err
+    assert [one.state for one in list_runs(Path("runs"))] == ["predicted", "compared"]
+
+
 def test_a_comparison_that_was_stopped_is_listed_as_stopped() -> None:
     assert start("--name", "whole", "--epochs", "1").wait(60) == 0
     folder = Path("runs/compared")

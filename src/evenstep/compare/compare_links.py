@@ -20,10 +20,9 @@ from evenstep.launcher.prepare import free_name, label_of, prepare
 from evenstep.link_method import LINKS, parse_link
 from evenstep.plan import RUNS
 from evenstep.record import Record
-from evenstep.report.comparison import marking_stop
+from evenstep.report.comparison import LINKS_FILE, marking_stop
 from evenstep.strategy_facts import DEFAULT
 
-FILE = "links.json"
 SMOOTHED = 0.05
 """Part of a run's steps over which its loss is averaged: the losses of single batches jump."""
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -94,7 +93,7 @@ def compare_links(request: LinkRequest, log: Callable[[str], None]) -> tuple[Lin
                     pass
                 records[link].append(Record.read(folder))
     comparison = judged_links(request.source, list(base.plan.devices), records, request.target)
-    (base.folder / FILE).write_text(json.dumps(asdict(comparison), indent=2) + "\n")
+    (base.folder / LINKS_FILE).write_text(json.dumps(asdict(comparison), indent=2) + "\n")
     return comparison, base.folder
 
 

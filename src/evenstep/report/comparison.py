@@ -17,6 +17,8 @@ from evenstep.errors import Preempted
 from evenstep.typed_values import Natural, Positive, Schema
 
 FILE = "comparison.json"
+LINKS_FILE = "links.json"
+"""Of `compare --links`."""
 STOPPED = "stopped"
 """The file that a comparison leaves instead if it was stopped."""
 Parity = Literal["reference", "same", "differs", "unknown"]

@@ -16,10 +16,21 @@ from evenstep.best_metric import parse_best
 from evenstep.errors import EvenstepError
 from evenstep.plan import CUSTOM_LOOP, Plan, read_plan
 from evenstep.record import FILE, STUDY_FILE, TRIALS, Evaluation, RunEnd, Start, Step, Summary, ends_of, is_written
-from evenstep.report import comparison
+from evenstep.report import comparison, prediction
 from evenstep.report.terminal import number, plain
 
-RunState = Literal["running", "done", "stopped", "killed", "failed", "not started", "compared", "study", "unreadable"]
+RunState = Literal[
+    "running",
+    "done",
+    "stopped",
+    "killed",
+    "failed",
+    "not started",
+    "compared",
+    "predicted",
+    "study",
+    "unreadable",
+]
 STYLES = {"running": "cyan", "done": "green", "killed": "red", "failed": "red", "unreadable": "red"}
 MOST_RESULT = 40
 """Characters; --json has all of it."""
@@ -116,11 +127,19 @@ def _best_of_study(folder: Path, metric: str, rows: Sequence[Mapping[str, Any]])
 
 
 def _of_plan(folder: Path) -> RunFacts:
-    error = _first_error(folder) or _lost_rank(folder)
+    """A folder without a Record: those of `compare --links` and `predict` have a folder for each measurement."""
     values = _of(read_plan(folder))
+    found: list[tuple[RunState, Path]] = [
+        ("compared", folder / comparison.LINKS_FILE),
+        ("predicted", folder / prediction.FOLDER / prediction.FILE),
+        ("stopped", folder / comparison.STOPPED),
+    ]
+    for state, file in found:
+        if os.path.isfile(file):
+            return RunFacts(run=str(folder), state=state, changed=file.stat().st_mtime, **values)
+    error = _first_error(folder) or _lost_rank(folder)
     changed = (folder / "plan.json").stat().st_mtime
-    state: RunState = "stopped" if os.path.isfile(folder / comparison.STOPPED) else "failed" if error else "not started"
-    return RunFacts(run=str(folder), state=state, error=error, changed=changed, **values)
+    return RunFacts(run=str(folder), state="failed" if error else "not started", error=error, changed=changed, **values)
 
 
 def _of_record(folder: Path) -> RunFacts:
@@ -203,7 +222,9 @@ def runs_table(runs: Sequence[RunFacts]) -> Table:
 def _position(one: RunFacts) -> str:
     if one.state == "study" and one.trials is not None:
         return f"trial {one.suggested}/{one.trials}"
-    if one.state in ("compared", "study", "unreadable", "not started") or (one.state == "stopped" and not one.step):
+    if one.state in ("compared", "predicted", "study", "unreadable", "not started") or (
+        one.state == "stopped" and not one.step
+    ):
         return "-"
     if one.state == "done" or (one.steps is None and one.epochs is None):
         return f"step {one.step}"

@@ -144,8 +144,8 @@ def test_pods_request_cores_beside_their_gpus(evenstep: Callable[..., Ended]) ->
         ("slurm digits lrr=3", "task() has no option lrr"),
         ("slurm digits --requeue", "leave --requeue out: the script for Slurm has it already"),
         ("slurm digits --image a:1", "--image is an option of evenstep manifest jobset and trainjob"),
-        ("slurm digits --rendezvous here:1", "--rendezvous is not passed on"),
-        ("slurm --audit digits", "--audit stands where the task is expected"),
+        ("slurm digits --rendezvous here:1", "leave --rendezvous out: the generated file sets it"),
+        ("slurm --audit digits", "expected TASK, found --audit; write TASK first"),
         ("slurm digits --name Mine", "'Mine' cannot name a job; use up to 50 of a to z"),
         (
             "jobset digits --image x --volume training",

@@ -21,9 +21,12 @@ evenstep adopt my_task.py --steps 100
 def adopt(
     task: Annotated[str, typer.Argument(metavar="TASK", help="A file whose task is made by evenstep.adopt.")],
     options: OptionsArgument = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 20,
+    steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.", min=1)] = 20,
 ) -> None:
-    """Compare the first steps of a task made of a Trainer or LightningModule with the original's, bit for bit."""
+    """Check that a task adopted from a Trainer or LightningModule takes the original's first steps, bit for bit.
+
+    Exit code 1 if they differ.
+    """
     from evenstep.adopt.proof import compare_with_original
     from evenstep.task_options import parse_options
 

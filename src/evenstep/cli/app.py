@@ -15,13 +15,13 @@ from functools import wraps
 from itertools import count, pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import evenstep
 from evenstep.cli.completion import complete_task
@@ -35,6 +35,8 @@ TASKS = (
     f"{', '.join(BUILT_IN)}; or your own: a Python file with a function that returns an evenstep.Task, as file.py, "
     "file.py:function or package.module:function."
 )
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 MOST_IN_A_LINE = 1000
 _COMMAND = re.compile(r"(?<!\S)(evenstep [a-z]{2,20} |--[a-z-]{2,30} )(?=\S)")
@@ -50,7 +52,40 @@ NUMBERS = {
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-class StoppableGroup(TyperGroup):
+class Command(TyperCommand):
+    """Shows metavars in its help and in its usage line, without Typer's types and braces."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = [re.sub(r"^\{(.+)\}(?=$|\.)", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+        return pieces if ctx.allow_interspersed_args else [*pieces, "[ARGS]..."]
+
+
+class Group(TyperGroup):
+    """The same, for a command that has others."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
+
+
+def _without_types(parameters: list[Any]) -> list[Any]:
+    """Typer shows `<list[Path]>` beside a metavar, and `<bool>` beside a flag: help says the same in words."""
+    for one in parameters:
+        if one.param_type_name == "argument" or one.metavar is None:
+            vars(one)["display_type_rich"] = lambda ctx: None
+    return parameters
+
+
+class Verbs(typer.Typer):
+    """An application whose commands are of the class above."""
+
+    def command(self, *names: Any, **settings: Any) -> Callable[[_Function], _Function]:
+        return super().command(*names, **{"cls": Command, **settings})
+
+
+class StoppableGroup(Group):
     """Says how a command ended that Ctrl-C stopped; typer, around it, would end it without a word."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
@@ -61,7 +96,7 @@ class StoppableGroup(TyperGroup):
             raise
 
 
-app = typer.Typer(
+app = Verbs(
     name="evenstep",
     cls=StoppableGroup,
     no_args_is_help=True,
@@ -69,7 +104,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-checkpoint_app = typer.Typer(help="Inspect and export checkpoints.", no_args_is_help=True)
+checkpoint_app = Verbs(cls=Group, help="Inspect and export checkpoints.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 
 MACHINES_HELP = "Number of machines, such as 2, or minimum and maximum, such as 2:4; default: 1."
@@ -135,56 +170,64 @@ OptionsArgument = Annotated[
         show_default=False,
     ),
 ]
-BatchOption = Annotated[int | None, typer.Option(help="Global batch size, over all devices; default: the task's.")]
+BatchOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Global batch size, over all devices; default: the task's.")
+]
 _MESHES = " or ".join(example for row in STRATEGIES.values() if row.axes for example in examples(row))
 MeshOption = Annotated[
     str | None,
     typer.Option(
         metavar="AXIS=N,...",
-        help=f"How ranks are arranged, for strategies that split or shard models, such as {_MESHES}; an axis that is "
-        "left out gets the rest.",
+        help=f"Device mesh, for strategies that split or shard models, such as {_MESHES}; an omitted axis gets the "
+        "remaining ranks.",
     ),
 ]
 CheckpointActivationsOption = Annotated[
     bool | None,
     flag(
         "--checkpoint-activations",
-        help="Keep only the inputs of each block, and compute its activations again in backward: less memory, about a "
-        "third more time.",
+        help="Keep only each block's inputs, and recompute its activations in backward: less memory, about a third "
+        "more time.",
     ),
 ]
 CpuOffloadOption = Annotated[
     bool | None,
     flag(
         "--cpu-offload",
-        help="Keep parameters, gradients and optimizer state in host memory, and update them there, under "
-        f"{one_of(row for row in STRATEGIES.values() if row.offloads)} on GPUs: less GPU memory, more time.",
+        help=f"With {one_of(row for row in STRATEGIES.values() if row.offloads)} on GPUs: keep parameters, gradients "
+        "and optimizer state in host memory, and update them there: less GPU memory, more time.",
     ),
 ]
 DataOption = Annotated[
     str | None,
     typer.Option(
-        help="Data folder, for tasks whose function has a parameter `data`; default for built-in tasks: EVENSTEP_DATA."
+        metavar="DIR",
+        help="Data folder, for tasks whose function has a parameter `data`; default for built-in tasks: EVENSTEP_DATA.",
     ),
 ]
 JsonOption = Annotated[bool, flag("--json", help="Print the result as one line of JSON.")]
-MachinesOption = Annotated[str | None, typer.Option(help=MACHINES_HELP)]
+MachinesOption = Annotated[str | None, typer.Option(metavar="N|MIN:MAX", help=MACHINES_HELP)]
 OutOption = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Folder in which the run's folder is made; default: runs.")
+    str | None, typer.Option(metavar="DIR", help="Folder in which the run folder is created; default: runs.")
 ]
-PrecisionOption = Annotated[str | None, typer.Option(help="fp64, fp32 (default), tf32, bf16 or fp16.")]
+PrecisionOption = Annotated[str | None, typer.Option(metavar="NAME", help="fp64, fp32 (default), tf32, bf16 or fp16.")]
 QuietOption = Annotated[
     bool, flag("--quiet", "-q", help="Show no plan and no progress: only messages, errors and the result.")
 ]
 RendezvousOption = Annotated[str | None, typer.Option(metavar="HOST:PORT", help=RENDEZVOUS_HELP)]
 SeedOption = Annotated[
-    int | None, typer.Option(help="Seed of weights, sample order, dropout and augmentation; default: 0.")
+    int | None,
+    typer.Option(metavar="N", help="Seed of weights, sample order, dropout and augmentation; default: 0."),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option(help="CPU threads per process; default: the cores divided by the processes.")
+    int | None, typer.Option(metavar="N", help="CPU threads per process; default: the cores divided by the processes.")
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option(help="Loader processes per rank, unless data is tensors; default: by free cores.")
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="DataLoader workers per rank (none for data in tensors); default: by free cores.",
+    ),
 ]
 
 
@@ -216,7 +259,7 @@ EXIT_CODES = """
 
 75 stopped by SIGTERM, SIGUSR1 or SIGHUP, after a checkpoint; 130 stopped by Ctrl-C, after a checkpoint
 
-124 no progress: see --stall-after
+124 no progress: see train --stall-after
 """
 
 

@@ -41,12 +41,16 @@ def export(
     to: Annotated[
         str,
         typer.Option(
+            metavar="FORMAT",
             help="safetensors: model.safetensors; torch: model.pt, a state_dict; "
-            "hf: a folder for from_pretrained, if the model has save_pretrained."
+            "hf: a folder for from_pretrained, if the model has save_pretrained.",
         ),
     ],
     task: Annotated[
-        str | None, typer.Option(help="The task, for hf, if it lies outside this folder.", autocompletion=complete_task)
+        str | None,
+        typer.Option(
+            metavar="TASK", help="The task, for hf, if it lies outside this folder.", autocompletion=complete_task
+        ),
     ] = None,
 ) -> None:
     """Write the weights of a run for use without evenstep; of its latest checkpoint, or of the one that you name."""

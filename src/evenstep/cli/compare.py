@@ -54,17 +54,23 @@ class CompareOptions:
     devices: Annotated[
         str,
         typer.Option(
-            help="Device counts such as 1,2,4, or lists of different lengths with slashes: cuda:0/cuda:0,cuda:1."
+            metavar="N,...|LISTS",
+            help="Device counts such as 1,2,4, or slash-separated lists of different lengths: cuda:0/cuda:0,cuda:1.",
         ),
     ] = "1,2"
     strategies: Annotated[
-        str | None, typer.Option(help=f"Comma-separated: {', '.join(STRATEGIES)}; default: all that can run here.")
+        str | None,
+        typer.Option(
+            metavar="NAME,...", help=f"Comma-separated: {', '.join(STRATEGIES)}; default: all that can run here."
+        ),
     ] = None
     rounds: Annotated[
-        int, typer.Option(min=1, max=50, help="How often each strategy is measured; more is more reliable.")
+        int,
+        typer.Option(metavar="N", min=1, max=50, help="How often each strategy is measured; more is more reliable."),
     ] = 3
     steps: Annotated[
-        int | None, typer.Option(min=2, help="Timed steps in each measurement; default: one second of them.")
+        int | None,
+        typer.Option(metavar="N", min=2, help="Timed steps per measurement; default: as many as take one second."),
     ] = None
     batch: BatchOption = None
     precision: PrecisionOption = None
@@ -78,25 +84,30 @@ class CompareOptions:
     ] = False
     virtual_replicas: Annotated[
         int | None,
-        typer.Option(metavar="V", min=1, help="Measure each strategy also with V virtual replicas: what they cost."),
+        typer.Option(
+            metavar="V", min=1, help="Also measure each strategy with V virtual replicas, to show their cost."
+        ),
     ] = None
     shares: Annotated[
         str | None,
-        typer.Option(metavar="N,N,...", help="Measure strategies also with these shares of a batch: what they gain."),
+        typer.Option(
+            metavar="N,N,...", help="Also measure strategies with these shares of a batch, to show their gain."
+        ),
     ] = None
     mesh: MeshOption = None
     accumulate: Annotated[
         int,
         typer.Option(
-            help="Micro-batches per optimizer step, in all rows but the first: that is the reference, one device with "
-            "the whole batch."
+            metavar="N",
+            help="Micro-batches per optimizer step, in all rows but the first (the reference: one device, the whole "
+            "batch).",
         ),
     ] = 1
     pipeline_schedule: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Orders in which a pipeline computes its micro-batches, a row for each: 1f1b, gpipe, interleaved, "
+            help="Orders of forward and backward passes in a pipeline, a row for each: 1f1b, gpipe, interleaved, "
             "zero-bubble.",
         ),
     ] = None
@@ -104,16 +115,22 @@ class CompareOptions:
         str | None,
         typer.Option(
             metavar="METHOD,...",
-            help="Compare trainings by --link instead, such as none,bf16,local:20: time to the same loss.",
+            help="Compare --link methods instead, such as none,bf16,local:20, by the time to reach the same loss.",
         ),
     ] = None
-    seeds: Annotated[int, typer.Option(help="With --links: seeds that each method trains with.")] = 3
+    seeds: Annotated[
+        int, typer.Option(metavar="N", help="With --links: number of seeds that each method trains with.")
+    ] = 3
     target: Annotated[
-        float | None, typer.Option(help="With --links: loss to reach; default: what the first method reaches.")
+        float | None,
+        typer.Option(metavar="LOSS", help="With --links: loss to reach; default: what the first method reaches."),
     ] = None
-    name: Annotated[str | None, typer.Option(help="Name of the comparison's folder; default: by date and task.")] = None
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the comparison's folder; default: from date and task.")
+    ] = None
     out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder in which the comparison's folder is made; default: runs.")
+        str | None,
+        typer.Option(metavar="DIR", help="Folder in which the comparison's folder is created; default: runs."),
     ] = None
 
 

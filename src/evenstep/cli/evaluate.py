@@ -26,6 +26,7 @@ from evenstep.cli.app import (
 )
 from evenstep.cli.completion import complete_run, complete_strategy, complete_task
 from evenstep.cli.settings import SettingsOption, TaskArguments, choose_task
+from evenstep.strategy_facts import STRATEGIES, one_of
 
 if TYPE_CHECKING:
     from evenstep.launcher.evaluating import EvaluatedCheckpoint
@@ -60,17 +61,26 @@ class EvaluateOptions:
     options: OptionsArgument = None
     settings: SettingsOption = None
     strategy: Annotated[
-        str | None, typer.Option(help="Default: that of the run.", autocompletion=complete_strategy)
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"{one_of(STRATEGIES.values())}; default: that of the run.",
+            autocompletion=complete_strategy,
+        ),
     ] = None
     devices: Annotated[
-        str | None, typer.Option(help="Number of devices, or a list such as cuda:0,cuda:1; default: those of the run.")
+        str | None,
+        typer.Option(
+            metavar="N|LIST",
+            help="Number of devices, or a list such as cuda:0,cuda:1; default: those of the run.",
+        ),
     ] = None
     batch: Annotated[
-        int | None, typer.Option(help="Global batch size, over all devices; default: that of the run.")
+        int | None, typer.Option(metavar="N", help="Global batch size, over all devices; default: that of the run.")
     ] = None
     precision: Annotated[
         str | None,
-        typer.Option(help="fp64, fp32, tf32, bf16 or fp16; default: that of the run."),
+        typer.Option(metavar="NAME", help="fp64, fp32, tf32, bf16 or fp16; default: that of the run."),
     ] = None
     data: DataOption = None
     workers: WorkersOption = None

@@ -45,6 +45,7 @@ class FitOptions:
     strategy: Annotated[
         str | None,
         typer.Option(
+            metavar="NAME",
             help=f"{one_of(STRATEGIES.values())}; default: {REFERENCE}, and with several --devices also "
             f"{', '.join(row.name for row in usual_strategies())}.",
             autocompletion=complete_strategy,
@@ -53,7 +54,8 @@ class FitOptions:
     devices: Annotated[
         str,
         typer.Option(
-            help="Number of devices, or a list such as cuda:0,cuda:1; more than this machine has are forecast."
+            metavar="N|LIST",
+            help="Number of devices, or a list such as cuda:0,cuda:1; devices that are not here are only forecast.",
         ),
     ] = "1"
     memory: Annotated[
@@ -64,7 +66,7 @@ class FitOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Order in which a pipeline computes its micro-batches: 1f1b (default), gpipe, interleaved or "
+            help="Order of forward and backward passes in a pipeline: 1f1b (default), gpipe, interleaved or "
             "zero-bubble.",
         ),
     ] = None
@@ -81,7 +83,10 @@ class FitOptions:
 @app.command(epilog=EXAMPLES)
 @fields_as_options
 def fit(chosen_task: TaskArguments, given: FitOptions, output: OutputOptions) -> None:
-    """Forecast the memory of a step by kind (weights, gradients ...), and find the largest and fastest micro-batch."""
+    """Forecast the memory of a step by kind (weights, gradients ...), and find the largest and fastest micro-batch.
+
+    Exit code 1 if nothing fits.
+    """
     from evenstep.fit.fit_table import fit_to_json, show_fit
     from evenstep.fit.memory_model import parse_bytes
     from evenstep.launcher.fit_micro_batch import FitRequest

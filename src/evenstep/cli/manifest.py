@@ -1,4 +1,4 @@
-"""`evenstep manifest`: files that start a training on a cluster."""
+"""`evenstep manifest`: files that start a training run on a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenstep.cli.app import app, fields_as_options, print_notes
+from evenstep.cli.app import Group, Verbs, app, fields_as_options, print_notes
 from evenstep.cli.settings import TaskArguments, choose_task
 from evenstep.errors import BadInput, TaskError, shorten
 from evenstep.strategy_facts import STRATEGIES
@@ -33,18 +33,18 @@ POD = "--image registry/me/train:1 --volume training:/work "
 ON_KUBERNETES = EXAMPLES.format(kind="{kind}", pod=POD, file="job.yaml", start="kubectl apply -f")
 ON_SLURM = EXAMPLES.format(kind="slurm", pod="", file="job.sh", start="sbatch --partition gpu --time 4:00:00")
 NOT_PASSED = ("--machines", "--devices", "--rendezvous", "--name")
-"""Options of a training that the file itself decides."""
+"""Options of `evenstep train` that the file itself decides."""
 OF_PODS = ("--image", "--volume")
 """Options of files for Kubernetes alone."""
 PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-manifest_app = typer.Typer(help="Print a file that starts a training on a cluster.", no_args_is_help=True)
+manifest_app = Verbs(cls=Group, help="Print a job file for Kubernetes or Slurm.", no_args_is_help=True)
 app.add_typer(manifest_app, name="manifest")
 
 TaskToPass = Annotated[
     str,
     typer.Argument(
         metavar="TASK [NAME=VALUE]...",
-        help="As for evenstep train; its options may follow, and are passed on to it in the job.",
+        help="As for evenstep train, whose options may follow: the job passes them on.",
     ),
 ]
 NumCpus = Annotated[
@@ -52,21 +52,24 @@ NumCpus = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="CPU cores of each machine, for loader processes too; default: those of --devices cpu,cpu, and with GPUs "
-        "what the cluster gives.",
+        help="CPU cores per machine, DataLoader workers included; default: one per CPU device, and with GPUs the "
+        "cluster's default.",
     ),
 ]
 NumMachines = Annotated[int, typer.Option(metavar="N", help="Number of machines.")]
-DevicesOfEach = Annotated[str, typer.Option(help="Devices of each machine: a number of GPUs, or cpu,cpu.")]
+DevicesOfEach = Annotated[
+    str, typer.Option(metavar="N|LIST", help="Devices per machine: a number of GPUs, or cpu,cpu.")
+]
 JobName = Annotated[
-    str | None, typer.Option(help="Name of the job, and on Kubernetes of the run; default: from the task.")
+    str | None,
+    typer.Option(metavar="NAME", help="Name of the job, and on Kubernetes also of the run; default: the task's."),
 ]
 Image = Annotated[str, typer.Option(metavar="IMAGE", help="Container image with evenstep and the task.")]
 Volume = Annotated[
     str | None,
     typer.Option(
         metavar="CLAIM:PATH",
-        help="PersistentVolumeClaim that all pods mount at PATH, the working folder: runs are written there.",
+        help="PersistentVolumeClaim to mount at PATH, the working directory of all pods; runs are written there.",
     ),
 ]
 
@@ -116,7 +119,7 @@ def jobset(context: typer.Context, given: KubernetesOptions) -> None:
 @manifest_app.command(context_settings=PASSES_ON, epilog=ON_SLURM)
 @fields_as_options
 def slurm(context: typer.Context, given: SlurmOptions) -> None:
-    """Print a batch script for sbatch; other options of sbatch may be given to it."""
+    """Print a batch script; give sbatch any other options, such as --partition, when you submit it."""
     from evenstep.clusters import manifests
 
     print(manifests.slurm(_job(context, given)), end="")
@@ -135,7 +138,7 @@ def _job(context: typer.Context, given: KubernetesOptions | SlurmOptions) -> Clu
 
     task = given.task
     if task.startswith("-"):
-        raise BadInput(f"{shorten(task)} stands where the task is expected; write TASK first: my_task.py {task} ...")
+        raise BadInput(f"expected TASK, found {shorten(task)}; write TASK first: my_task.py {task} ...")
     _check_training([task, *context.args])
     command = ("evenstep", "train", task, *context.args)
     name = name_of(task) if given.name is None else given.name
@@ -151,7 +154,7 @@ def _check_training(words: Sequence[str]) -> None:
         if name == "--requeue":
             raise BadInput("leave --requeue out: the script for Slurm has it already, and Kubernetes replaces pods")
         if name in NOT_PASSED:
-            raise BadInput(f"{word} is not passed on to the training; see evenstep manifest --help")
+            raise BadInput(f"leave {name} out: the generated file sets it; see evenstep manifest --help")
     group = typer.main.get_command(app)
     command = group.get_command(typer.Context(group), "train")  # type: ignore[attr-defined]
     with command.make_context("evenstep train", list(words)) as context:

@@ -65,56 +65,76 @@ class PredictOptions:
         str | None,
         typer.Argument(
             metavar="TASK|RUN",
-            help="A task, which is measured first; or a run or comparison. With --check: a comparison to check.",
+            help="A task, which is measured first, or the folder of a run or comparison. With --check: a comparison.",
             autocompletion=complete_run,
         ),
     ] = None
     options: Annotated[
         list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Options of the task.", show_default=False)
     ] = None
-    devices: Annotated[str, typer.Option(help="Numbers of devices to predict.")] = "2,8,64"
+    devices: Annotated[str, typer.Option(metavar="N,...", help="Device counts to predict.")] = "2,8,64"
     machines: Annotated[
         str | None,
-        typer.Option(help="Machines for each number, such as 1,1,8, or one for all; default: 8 GPUs a machine."),
+        typer.Option(
+            metavar="N,...",
+            help="Machines for each device count, such as 1,1,8, or one number for all; default: 8 GPUs per machine.",
+        ),
     ] = None
     link: Annotated[
         list[str] | None,
         typer.Option(
-            help="Between machines: 25gbit; inside one: nvlink, nvlink-h100 or pcie; or SECONDS,BYTES_PER_SECOND."
+            metavar="LINK",
+            help="Network between machines (25gbit) or within one (nvlink, nvlink-h100, pcie); or seconds of latency "
+            "and bytes per second, such as 2e-5,3e9.",
         ),
     ] = None
-    gpu: Annotated[str | None, typer.Option(help="Another GPU than the measured one: v100, a100, h100 or h200.")] = None
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Another GPU than the measured one: v100, a100, h100 or h200.")
+    ] = None
     strategies: Annotated[
-        str | None, typer.Option(help=f"Comma-separated: {', '.join(STRATEGIES)}; default: {DEFAULT}.")
+        str | None,
+        typer.Option(metavar="NAME,...", help=f"Comma-separated: {', '.join(STRATEGIES)}; default: {DEFAULT}."),
     ] = None
     batch: BatchOption = None
     per_device: Annotated[
-        int | None, typer.Option(min=1, help="Samples for each device, instead of a global batch that they share.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Samples per device, instead of a global batch that all devices share."),
     ] = None
     mesh: MeshOption = None
     accumulate: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
-            help="Micro-batches per optimizer step under pipeline and tensor; default: 4 for each stage of a pipeline; "
-            "1 for tensor.",
+            help="Micro-batches per optimizer step under pipeline and tensor; default: 4 per pipeline stage; 1 for "
+            "tensor.",
         ),
     ] = None
     pipeline_schedule: Annotated[
-        str | None, typer.Option(help="Order of a pipeline: 1f1b (default), gpipe, interleaved, zero-bubble.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Order of forward and backward passes in a pipeline: 1f1b (default), gpipe, interleaved or "
+            "zero-bubble.",
+        ),
     ] = None
     parameters: Annotated[
         str | None,
-        typer.Option(help="Number of the model's parameters, such as 25.6M, if the runs do not have it."),
+        typer.Option(metavar="N", help="Number of model parameters, such as 25.6M, if the runs do not have it."),
     ] = None
     reads: Annotated[
-        float | None, typer.Option(min=0.001, help="Samples per second that one machine can read, for all its devices.")
+        float | None,
+        typer.Option(
+            metavar="RATE", min=0.001, help="Samples per second that one machine can read, for all its devices."
+        ),
     ] = None
     price: Annotated[
-        float | None, typer.Option(min=0, help="Price of one device per hour: adds the cost of an epoch.")
+        float | None,
+        typer.Option(metavar="PRICE", min=0, help="Price of one device per hour: adds the cost of an epoch."),
     ] = None
     hours_between_failures: Annotated[
-        float | None, typer.Option(min=0.001, help="Mean hours until one device fails: adds the cost of restarts.")
+        float | None,
+        typer.Option(metavar="HOURS", min=0.001, help="Mean hours until one device fails: adds the cost of restarts."),
     ] = None
     precision: PrecisionOption = None
     workers: WorkersOption = None
@@ -123,14 +143,21 @@ class PredictOptions:
     seed: SeedOption = None
     out: OutOption = None
     check: Annotated[
-        bool, flag("--check", help="Predict published scaling tables, and print how far the predictions are from them.")
+        bool,
+        flag(
+            "--check",
+            help="Predict published scaling tables, or a comparison, and print the errors of the predictions.",
+        ),
     ] = False
 
 
 @app.command(epilog=EXAMPLES)
 @fields_as_options
 def predict(given: PredictOptions, output: OutputOptions) -> None:
-    """Predict steps on more devices from measured ones, with a 90 % interval (on published tables: --check)."""
+    """Predict the speed on more devices from measured steps, with a 90 % interval; --check prints its error so far.
+
+    Exit code 1 if nothing can be predicted.
+    """
     if given.check:
         _check([word for word in (given.target, *(given.options or [])) if word], as_json=output.as_json)
         return

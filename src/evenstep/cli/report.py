@@ -32,17 +32,21 @@ def report(
         typer.Argument(metavar="RUN", help="Run folders, or the folder of a comparison.", autocompletion=complete_run),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="HTML file to write; default: page.html in the first folder.")
+        Path | None, typer.Option(metavar="FILE", help="HTML file to write; default: page.html in the first folder.")
     ] = None,
     watch: Annotated[bool, flag("--watch", help="Serve a live page of one run, until Ctrl-C.")] = False,
     port: Annotated[
-        int, typer.Option(help="Port of the live page; default: any free port.", show_default=False, min=0, max=65535)
+        int,
+        typer.Option(
+            metavar="PORT", help="Port of the live page; default: any free port.", show_default=False, min=0, max=65535
+        ),
     ] = 0,
     to: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Write no page, but send what trackers lack of these runs: tensorboard, wandb, mlflow, trackio.",
+            help="Instead of writing a page, send these runs' missing values to trackers: tensorboard, wandb, mlflow, "
+            "trackio.",
         ),
     ] = None,
 ) -> None:

@@ -61,18 +61,20 @@ class RunOptions:
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="End a script when none of its ranks has moved to another line for SECONDS; default: report that "
-            "after 600, and let it run.",
+            help="End a script when all of its ranks have stayed on the same line for SECONDS; default: only report "
+            "it, after 600.",
         ),
     ] = None
     fresh: Annotated[
         bool,
         flag(
             "--fresh",
-            help="Start a new interpreter for each process: for a script that sets environment variables for torch.",
+            help="Start a new interpreter per process, for scripts that set environment variables for torch.",
         ),
     ] = False
-    machines: Annotated[str | None, typer.Option("--machines", "--nnodes", help=MACHINES_HELP)] = None
+    machines: Annotated[str | None, typer.Option("--machines", "--nnodes", metavar="N|MIN:MAX", help=MACHINES_HELP)] = (
+        None
+    )
     rendezvous: Annotated[
         str | None, typer.Option("--rendezvous", "--rdzv-endpoint", metavar="HOST:PORT", help=RENDEZVOUS_HELP)
     ] = None
@@ -93,10 +95,12 @@ class RunOptions:
 )
 @fields_as_options
 def run(context: typer.Context, given: RunOptions, theirs: HiddenTorchrunOptions) -> None:
-    """Run a script as several processes, like torchrun; what follows SCRIPT is passed to it.
+    """Run a script in several processes, like torchrun; ARGS after SCRIPT are passed to it.
 
-    torchrun's options are understood. The output of rank 0 is shown, and the errors of all ranks;
-    runs/DATE-TIME-SCRIPT/logs has all output.
+    Most torchrun options work; for any other, the error says what to write.
+
+    Shows the output of rank 0 and the errors of all ranks; all output is in
+    runs/DATE-TIME-SCRIPT/logs.
     """
     texts = (given.script, given.devices, given.machines, given.rendezvous, given.out, *astuple(theirs))
     refuse_broken(text for text in texts if text)

@@ -108,7 +108,7 @@ SettingsOption = Annotated[
         callback=_apply,
         is_eager=True,
         autocompletion=complete_settings,
-        help="TOML file of options: batch = 64; those of the task below \\[options]. The command line wins.",
+        help="TOML file of options, such as batch = 64; those of the task go under \\[options]. The command line wins.",
     ),
 ]
 

@@ -78,6 +78,7 @@ class TrainOptions:
     strategy: Annotated[
         str | None,
         typer.Option(
+            metavar="NAME",
             help=f"{one_of(STRATEGIES.values())}, see below; default: {REFERENCE} on one device, {DEFAULT} on several.",
             autocompletion=complete_strategy,
         ),
@@ -85,8 +86,9 @@ class TrainOptions:
     devices: Annotated[
         str | None,
         typer.Option(
+            metavar="N|LIST",
             help="Number of devices, or a list such as cuda:0,cuda:1 or cpu,cpu; default: 1, or all GPUs with "
-            f"--strategy {one_of(usual_strategies())}."
+            f"--strategy {one_of(usual_strategies())}.",
         ),
     ] = None
     mesh: MeshOption = None
@@ -94,43 +96,45 @@ class TrainOptions:
         int | None,
         typer.Option(
             metavar="N",
-            help="Under tensor: ranks that share the layers of one replica, each with a part of every layer; see "
-            "--mesh.",
+            help="Tensor-parallel size: ranks that split the layers of a replica; --shards 2 is --mesh tensor=2.",
         ),
     ] = None
     stages: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Under pipeline: ranks that share the layers of one replica, each with some blocks; see --mesh.",
+            help="Pipeline-parallel size: ranks that divide a replica's blocks; --stages 2 is --mesh pipeline=2.",
         ),
     ] = None
     pipeline_schedule: Annotated[
         str | None,
         typer.Option(
-            metavar="1f1b|gpipe|interleaved|zero-bubble",
-            help="Order of forwards and backwards in a pipeline; default: 1f1b.",
+            metavar="NAME",
+            help="Order of forward and backward passes in a pipeline: 1f1b (default), gpipe, interleaved or "
+            "zero-bubble.",
         ),
     ] = None
     batch: BatchOption = None
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the task's.")] = None
-    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps, instead of epochs.")] = None
+    epochs: Annotated[int | None, typer.Option(metavar="N", help="Passes over the data; default: the task's.")] = None
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Number of optimizer steps, instead of epochs.")] = None
     seed: SeedOption = None
     precision: PrecisionOption = None
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step; default: 1.")] = None
+    accumulate: Annotated[
+        int | None, typer.Option(metavar="N", help="Micro-batches per optimizer step; default: 1.")
+    ] = None
     micro: Annotated[
         str | None,
         typer.Option(
             metavar="auto",
-            help="auto: the fewest micro-batches with which a step fits in memory, tried before the start (evenstep "
-            "fit).",
+            help="auto: before training, choose the smallest --accumulate with which a step fits in memory (see "
+            "evenstep fit).",
         ),
     ] = None
     shares: Annotated[
         str | None,
         typer.Option(
             metavar="N,N,...|auto",
-            help="Part of each device in every batch, such as 5,3, for devices of unequal speed; auto: measured in the "
+            help="Each device's share of every batch, such as 5,3, for devices of unequal speed; auto: measured in the "
             "first steps. Default: equal.",
         ),
     ] = None
@@ -138,47 +142,55 @@ class TrainOptions:
         int | None,
         typer.Option(
             metavar="V",
-            help="Cut each batch into V virtual replicas, whose gradients are summed in one order: the same bits on "
-            "any number of devices up to V.",
+            help="Split each batch into V virtual replicas, whose gradients are summed in a fixed order: bit-identical "
+            "results on any number of devices up to V.",
         ),
     ] = None
     link: Annotated[
         str | None,
         typer.Option(
             metavar="METHOD",
-            help="How gradients cross a slow network: none, auto (measures, exact), bf16, powersgd:RANK, "
-            "topk:FRACTION, local:STEPS, diloco:STEPS or streaming:STEPS[:N], N fragments (4); "
-            "default: exact, once for each machine.",
+            help="How ddp on CPUs sends gradients over a slow network: none (plain DDP), auto (the fastest exact "
+            "method, measured), bf16, powersgd:RANK, topk:FRACTION, local:STEPS, diloco:STEPS or "
+            "streaming:STEPS[:N], in N fragments (4 if omitted); default: exact sums, sent once per machine.",
         ),
     ] = None
     clip: Annotated[
-        float | None, typer.Option(help="Maximum norm for gradient clipping; inf: only record the norm.")
+        float | None,
+        typer.Option(metavar="NORM", help="Maximum norm for gradient clipping; inf: only record the norm."),
     ] = None
     name: Annotated[
         str | None,
-        typer.Option(help="Name of the run folder, runs/NAME; default: from date, task, options and strategy."),
+        typer.Option(
+            metavar="NAME", help="Name of the run folder, runs/NAME; default: from date, task, options and strategy."
+        ),
     ] = None
     out: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="Folder in which the run's folder is made; default: runs, or where the resumed run is."
+            metavar="DIR", help="Folder in which the run folder is created; default: runs, or where the resumed run is."
         ),
     ] = None
     checkpoint_every: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Save a checkpoint every STEPS steps, as well as after each epoch."),
     ] = None
-    keep: Annotated[int | None, typer.Option(help="Recent checkpoints to keep, besides the best; default: 2.")] = None
+    keep: Annotated[
+        int | None, typer.Option(metavar="N", help="Recent checkpoints to keep, besides the best; default: 2.")
+    ] = None
     resume: Annotated[
         str | None,
         typer.Option(
+            metavar="PATH",
             help="Run folder or checkpoint to resume (TASK may be left out), or a weights file to start from; auto: "
             "continue the run of --name, if it has begun.",
             autocompletion=complete_run,
         ),
     ] = None
     data: DataOption = None
-    plan: Annotated[str | None, typer.Option(help="plan.json of a run to repeat; other options override it.")] = None
+    plan: Annotated[
+        str | None, typer.Option(metavar="FILE", help="plan.json of a run to repeat; other options override it.")
+    ] = None
     workers: WorkersOption = None
     resident: Annotated[bool | None, flag("--resident", help="Keep a dataset of tensors on the device.")] = None
     audit: Annotated[
@@ -191,7 +203,9 @@ class TrainOptions:
     compile: Annotated[bool | None, flag("--compile", help="Use torch.compile.")] = None
     fast: Annotated[
         str | None,
-        typer.Option(help="auto (default): capture and replay steps as CUDA graphs where that is safe; or off."),
+        typer.Option(
+            metavar="MODE", help="auto (default): capture and replay steps as CUDA graphs where that is safe; or off."
+        ),
     ] = None
     channels_last: Annotated[
         bool | None, flag("--channels-last", help="Use the channels_last memory format for images.")
@@ -208,7 +222,7 @@ class TrainOptions:
         bool | None,
         flag(
             "--allow-pickle",
-            help="Allow weights files that torch.load(weights_only=True) refuses: unpickling them can run code.",
+            help="Allow weights files that torch.load refuses with weights_only=True: unpickling them can run code.",
         ),
     ] = None
     restarts: Annotated[
@@ -236,8 +250,8 @@ class TrainOptions:
         int | None,
         typer.Option(
             metavar="STEPS",
-            help="Every STEPS steps, all devices compute one micro-batch twice and compare bits, to find a faulty "
-            "device.",
+            help="Every STEPS steps, recompute one micro-batch on all devices, twice on each, and compare bits, to "
+            "detect faulty devices.",
         ),
     ] = None
     machines: MachinesOption = None

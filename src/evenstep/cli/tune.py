@@ -56,20 +56,26 @@ class TuneOptions:
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUES",
-            help="An option of the task and its values: lr=1e-4..1e-1:log, layers=1..4 or width=64,128,256; once for "
+            help="An option of the task and its values: lr=1e-4..1e-1:log, layers=1..4 or width=64,128,256; repeat for "
             "each option. Default: what the task's annotations say.",
         ),
     ] = None
-    trials: Annotated[int | None, typer.Option(min=1, help="Number of trials; default: 16, or the whole grid.")] = None
+    trials: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of trials; default: 16, or the whole grid.")
+    ] = None
     devices: Annotated[
-        str, typer.Option(help="Number of devices, or a list such as cuda:0,cuda:1; a GPU listed twice has two trials.")
+        str,
+        typer.Option(
+            metavar="N|LIST",
+            help="Number of devices, or a list such as cuda:0,cuda:1; a GPU listed twice runs two trials.",
+        ),
     ] = "1"
-    per_trial: Annotated[int, typer.Option(min=1, help="Devices of each trial.")] = 1
+    per_trial: Annotated[int, typer.Option(metavar="N", min=1, help="Devices per trial.")] = 1
     per_device: Annotated[
         str,
         typer.Option(
             metavar="N|auto",
-            help="Trials that share a device. auto: as many as fit into its memory, by the forecast of evenstep fit.",
+            help="Trials that share a device; auto: as many as fit in its memory, by the forecast of evenstep fit.",
         ),
     ] = "1"
     rungs: Annotated[
@@ -88,21 +94,29 @@ class TuneOptions:
         ),
     ] = None
     sampler: Annotated[
-        str, typer.Option(help="tpe, gp, cmaes or random, by Optuna; or grid: every combination of choices.")
+        str,
+        typer.Option(
+            metavar="NAME", help="tpe, gp, cmaes or random, by Optuna; or grid: every combination of choices."
+        ),
     ] = "tpe"
     prune: Annotated[
         str,
         typer.Option(
-            help="Which trials continue at each of --rungs: halving, the best by successive halving; or those that "
-            "Optuna's median or hyperband keeps. The others are paused."
+            metavar="NAME",
+            help="Pruner that chooses which trials continue at each of --rungs: halving (successive halving), or "
+            "Optuna's median or hyperband. The others are paused.",
         ),
     ] = "halving"
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the suggestions, and of the weights and sample order of all trials.")
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Seed of the suggestions, and of the weights and sample order of all trials."
+        ),
     ] = 0
     strategy: Annotated[
         str | None,
         typer.Option(
+            metavar="NAME",
             help=f"Strategy of trials on several devices: {one_of(usual_strategies())}.",
             autocompletion=complete_strategy,
         ),
@@ -111,14 +125,14 @@ class TuneOptions:
         int | None,
         typer.Option(
             metavar="V",
-            help="Virtual replicas of each trial: the same bits on any number of devices, so that the last trials of "
-            "a study can use all of them.",
+            help="Virtual replicas of each trial: bit-identical results on any number of devices up to V, so that the "
+            "last trials of a study can use all of them.",
         ),
     ] = None
     batch: BatchOption = None
     epochs: Annotated[
         int | None,
-        typer.Option(help="Epochs of each trial, without --rungs; default: the task's."),
+        typer.Option(metavar="N", help="Epochs per trial, without --rungs; default: the task's."),
     ] = None
     precision: PrecisionOption = None
     data: DataOption = None
@@ -127,23 +141,27 @@ class TuneOptions:
     name: Annotated[
         str | None,
         typer.Option(
+            metavar="NAME",
             help="Name of the study's folder; default: the task and the options that are given, such as "
-            "my_task-depth=3-tune. The same command continues it."
+            "my_task-depth=3-tune. The same command continues it.",
         ),
     ] = None
     out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder in which the study's folder is made; default: runs.")
+        str | None, typer.Option(metavar="DIR", help="Folder in which the study's folder is created; default: runs.")
     ] = None
     show: Annotated[
         Path | None,
-        typer.Option(metavar="STUDY", help="Show a study, and write its page.", autocompletion=complete_run),
+        typer.Option(metavar="STUDY", help="Show an existing study, and write its page.", autocompletion=complete_run),
     ] = None
 
 
 @app.command(epilog=EXAMPLES)
 @fields_as_options
 def tune(given: TuneOptions, output: OutputOptions) -> None:
-    """Search a task's options: many trials on your devices; with --rungs, only the best continue."""
+    """Search a task's hyperparameters in many trials on your devices; with --rungs, only the best continue.
+
+    Exit code 1 if no trial has a result.
+    """
     if given.show is not None:
         if given.task is not None:
             raise BadInput("--show shows a study that is there; leave the task out")

@@ -60,40 +60,45 @@ class VerifyOptions:
     strategies: Annotated[
         str | None,
         typer.Option(
+            metavar="NAME,...",
             help=f"Comma-separated: {', '.join(STRATEGIES)}; "
-            f"default: {','.join(row.name for row in usual_strategies())}."
+            f"default: {','.join(row.name for row in usual_strategies())}.",
         ),
     ] = None
     devices: Annotated[
         str | None,
         typer.Option(
-            help="Device counts such as 2,3, or a list such as cuda:0,cuda:1; default: all GPUs, else cpu,cpu."
+            metavar="N,...|LIST",
+            help="Device counts such as 2,3, or a list such as cuda:0,cuda:1; default: all GPUs, else cpu,cpu.",
         ),
     ] = None
-    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 4
+    steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.")] = 4
     batch: BatchOption = None
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Precision to check besides fp64, which is always checked: fp32 (default), tf32, bf16 or fp16."
+            metavar="NAME",
+            help="Precision to check besides fp64, which is always checked: fp32 (default), tf32, bf16 or fp16.",
         ),
     ] = None
-    accumulate: Annotated[int, typer.Option(help="Micro-batches per optimizer step, under every strategy.")] = 1
+    accumulate: Annotated[
+        int, typer.Option(metavar="N", help="Micro-batches per optimizer step, under every strategy.")
+    ] = 1
     shares: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Part of each device in every batch, under every strategy.")
+        str | None, typer.Option(metavar="N,N,...", help="Each device's share of every batch, under every strategy.")
     ] = None
     mesh: MeshOption = None
     pipeline_schedule: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Orders in which a pipeline computes its micro-batches, a row for each: 1f1b, gpipe, interleaved, "
+            help="Orders of forward and backward passes in a pipeline, a row for each: 1f1b, gpipe, interleaved, "
             "zero-bubble.",
         ),
     ] = None
     link: Annotated[
         str | None,
-        typer.Option(metavar="METHOD", help="How gradients are sent (train --link), where the strategy can."),
+        typer.Option(metavar="METHOD", help="How ddp on CPUs sends gradients: see train --link."),
     ] = None
     sync_batchnorm: Annotated[
         bool, flag("--sync-batchnorm", help="Use SyncBatchNorm, where the strategy has several processes.")
@@ -102,15 +107,17 @@ class VerifyOptions:
         bool,
         flag(
             "--exact",
-            help="Train with virtual replicas in the task's own precision, and demand the same bits; if not, name the "
-            "first operation that differs.",
+            help="Train with virtual replicas in the task's own precision, and require bit-identical results; if they "
+            "are not, name the first operation that differs.",
         ),
     ] = False
     virtual_replicas: Annotated[
         int | None,
         typer.Option(metavar="V", help="Virtual replicas, with --exact; default: 4, or one for each device."),
     ] = None
-    seed: Annotated[int | None, typer.Option(help="Seed of weights, sample order and augmentation; default: 0.")] = None
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Seed of weights, sample order and augmentation; default: 0.")
+    ] = None
     data: DataOption = None
     keep: Annotated[bool, flag("--keep", help="Keep the runs that were compared.")] = False
     out: Annotated[

@@ -137,6 +137,9 @@ def test_a_trained_run_knows_its_gradients_by_its_checkpoint(tmp_path: Path) -> 
     [
         ((), "give a task or a run"),
         (("runs/none",), "runs/none"),
+        (("runs/typo",), "no file runs/typo; a task is a built-in name"),
+        (("runs/typo",), "; a run or a comparison is given as its folder\n"),
+        ((".",), ". holds no run; give the folder of a run or of a comparison"),
         (("my_task.py", "--devices", "two"), "--devices is 'two'"),
         (("my_task.py", "--devices", "0"), "--devices is '0'"),
         (("my_task.py", "--link", "fast"), "write 25gbit, nvlink"),
@@ -158,21 +161,27 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, words: tuple[str, ...]
     assert done.stderr.count("\n") == 1
 
 
+def test_a_misspelt_name_may_be_a_task_or_a_run(tmp_path: Path) -> None:
+    done = run("predict", "digit", cwd=tmp_path, code=2)
+    assert "no task called 'digit'; did you mean digits?" in done.stderr
+    assert done.stderr.endswith("; a run or a comparison is given as its folder\n")
+
+
 def test_what_cannot_be_predicted_is_left_out_with_its_reason(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, found = measured
     run_folder = str(Path(found["folder"]).parent)
-    done = run("predict", run_folder, "--devices", "128", "--link", "10gbit", cwd=folder, code=2)
-    assert "a batch of 64 does not go over 128 devices; give --per-device" in done.stdout
-    done = run("predict", run_folder, "--devices", "16", "--machines", "8", cwd=folder, code=2)
+    done = run("predict", run_folder, "--devices", "128", "--link", "10gbit", cwd=folder, code=1)
+    assert "a batch of 64 is too small for 128 devices; give --per-device" in done.stdout
+    done = run("predict", run_folder, "--devices", "16", "--machines", "8", cwd=folder, code=1)
     assert "say what connects them: --link 25gbit" in done.stdout
 
 
 def test_models_that_ranks_divide_are_refused_where_nothing_says_how(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, found = measured
     words = (str(Path(found["folder"]).parent), "--devices", "2", "--strategies", "pipeline,tensor")
-    done = run("predict", *words, cwd=folder, code=2)
+    done = run("predict", *words, cwd=folder, code=1)
     for name in ("pipeline", "tensor"):
-        assert f"{name} x 2 is left out: how the model would be divided is not known" in done.stdout
+        assert f"{name} x 2 is left out: no run here shows how {name} divides the model" in done.stdout
         assert f"evenstep predict TASK --strategies {name}" in done.stdout
 
 
@@ -194,7 +203,7 @@ def test_a_task_that_ranks_divide_is_looked_at_once_and_then_predicted_without_t
         assert sum(row["parts"].values()) == pytest.approx(row["step_seconds"]["middle"])
     assert rows["pipeline", 4]["parts"]["bubble"] > 0
     assert rows["tensor", 4]["parts"]["communication"] > 0
-    assert "No published table judges pipeline" in found["errors"]
+    assert "No published table covers pipeline" in found["errors"]
     record = Record.read(tmp_path / found["folder"] / "pipeline-4-predicted")
     assert record.measurement is not None
     assert set(record.measurement.parts) == set(PARTS)

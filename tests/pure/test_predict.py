@@ -274,7 +274,7 @@ def test_another_gpu_lies_between_what_arithmetic_and_what_memory_would_give() -
     assert rates["v100"].middle < rates["h100"].middle < rates["h200"].middle
     assert rates["h200"].middle / rates["h100"].middle == pytest.approx((4800 / 3350) ** 0.5)
     assert rates["v100"].high / rates["v100"].low > rates["h100"].high / rates["h100"].low
-    with pytest.raises(BadInput, match="needs Records of a GPU"):
+    with pytest.raises(BadInput, match="needs runs on a GPU"):
         Forecaster(calibrate([measured_record("single", 1, 0.01, "cpu")]), Question(devices=[1], gpu="h100"))
 
 

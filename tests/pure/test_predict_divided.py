@@ -192,7 +192,7 @@ def test_a_comparison_with_a_pipeline_says_what_it_sends_and_stages_are_taken_to
     assert four.parts["bubble"] > two.parts["bubble"] > 0
     assert four.samples_per_second.high / four.samples_per_second.low > 1.5
     assert any("equal stages, since no block was timed" in note for note in found.notes)
-    assert found.errors.startswith("No published table judges pipeline: its interval comes from 1 Record of it here")
+    assert found.errors.startswith("No published table covers pipeline: its interval comes from 1 run of it here")
     paths = forecaster.write_records(tmp_path, found)
     written = Record.read(paths[-1])
     assert written.measurement is not None
@@ -230,10 +230,10 @@ def test_a_trained_pipeline_alone_is_enough_for_others_on_one_machine() -> None:
     assert calibration.work.compute_seconds(64) == pytest.approx(2 * 0.04)
     found = Forecaster(calibration, Question(devices=[2, 4], strategies=["pipeline"], accumulate=4)).forecast()
     assert [(row.strategy, row.devices) for row in found.rows] == [("pipeline", 2), ("pipeline", 2), ("pipeline", 4)]
-    assert any("no Record is of one device" in note for note in found.notes)
+    assert any("no run is on one device" in note for note in found.notes)
     far = Question(devices=[4], machines=[2], strategies=["pipeline"], links=[parse_link("25gbit")])
     left_out = Forecaster(calibration, far).forecast().left_out
-    assert "what is sent between machines is not known" in left_out["pipeline x 4"]
+    assert "the run does not show what is sent between machines" in left_out["pipeline x 4"]
 
 
 def test_interleaved_chunks_send_more_often_and_each_message_costs_less() -> None:
@@ -265,7 +265,7 @@ def test_records_of_a_sharded_split_model_do_not_count_as_copies_of_it() -> None
     sharded = replace(sharded, plan=replace(sharded.plan, mesh="fsdp=2,tensor=2"))
     calibration = calibrate([record("single", 1, SINGLE), sharded], division=HALF)
     assert calibration.divided == []
-    assert any("Records with --mesh fsdp=2,tensor=2 are not used" in note for note in calibration.notes)
+    assert any("runs with --mesh fsdp=2,tensor=2 are not used" in note for note in calibration.notes)
 
 
 def test_a_trained_tensor_run_alone_says_nothing_about_one_device() -> None:

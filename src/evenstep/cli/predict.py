@@ -33,8 +33,9 @@ from evenstep.cli.app import (
     progress,
 )
 from evenstep.cli.completion import complete_run
-from evenstep.errors import BadInput, shorten
+from evenstep.errors import BadInput, EvenstepError, TaskError, shorten
 from evenstep.strategy_facts import DEFAULT, STRATEGIES
+from evenstep.task import BUILT_IN, find_task, split_spec
 
 if TYPE_CHECKING:
     from evenstep.predict.forecast import Forecaster, Question
@@ -181,8 +182,20 @@ def _records(target: str, question: Question, given: PredictOptions, *, quiet: b
     if _is_run(target):
         _refuse_unused(given.options, choices)
         return _read(target), Path(target) if Path(target).is_dir() else Path(target).parent
+    _refuse_unknown(target)
     with progress(quiet=quiet) as log:
         return _measure(target, given.options, question, {"batch": given.batch, **choices}, log)
+
+
+def _refuse_unknown(target: str) -> None:
+    """What is no task may be the misspelt folder of a run."""
+    where, name = split_spec(target)
+    if where in BUILT_IN or name is not None or os.path.exists(where):
+        return
+    try:
+        find_task(target)
+    except TaskError as error:
+        raise BadInput(f"{str(error).rstrip('.')}; a run or a comparison is given as its folder") from error
 
 
 def _refuse_unused(options: list[str] | None, choices: dict[str, Any]) -> None:
@@ -219,7 +232,7 @@ def _predict(records: list[Record], folder: Path, question: Question, parameters
     else:
         console.print(f"\npage  {page or why_not}", markup=False, soft_wrap=True)
     if not any(not row.is_measured for row in found.rows):
-        raise typer.Exit(BadInput.exit_code)
+        raise typer.Exit(EvenstepError.exit_code)
 
 
 def _doubts(folder: Path) -> list[str]:
@@ -357,7 +370,9 @@ def _is_run(target: str) -> bool:
     where = Path(target)
     if os.path.isfile(where):
         return where.suffix == ".jsonl"
-    return os.path.isdir(where) and any(where.glob(f"{FILE}")) | any(where.glob(f"*/{FILE}"))
+    has_records = any(where.glob(f"{FILE}")) or any(where.glob(f"*/{FILE}"))
+    # A folder may have the name of a built-in task; any other without a Record is an error that says so.
+    return os.path.isdir(where) and (has_records or target not in BUILT_IN)
 
 
 def _read(target: str) -> list[Record]:

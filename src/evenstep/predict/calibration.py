@@ -34,8 +34,8 @@ WEIGHTS = Path("checkpoints", "latest", "weights.safetensors")
 
 
 NOT_LOOKED_AT = (
-    "how the model would be divided is not known, since no Record here is of {name} with its parts; let evenstep look "
-    "at it: evenstep predict TASK --strategies {name}"
+    "no run here shows how {name} divides the model; measure the task instead: "
+    "evenstep predict TASK --strategies {name}"
 )
 
 
@@ -126,14 +126,14 @@ def read_records(folder: str | Path) -> list[Record]:
         return [Record.read(where)]
     found = [Record.read(path.parent) for path in sorted(where.glob(f"*/{FILE}"))]
     if not found:
-        raise BadInput(f"{shorten(str(folder))} holds no Record; give the folder of a run or of a comparison")
+        raise BadInput(f"{shorten(str(folder))} holds no run; give the folder of a run or of a comparison")
     return found
 
 
 def observe(record: Record) -> Observation:
     """The usual step of a Record."""
     if record.plan.machines not in (None, "1"):
-        raise BadInput(f"{shorten(str(record.path))} is of several machines; give a Record of one machine")
+        raise BadInput(f"{shorten(str(record.path))} is a run on several machines; give a run on one machine")
     if record.measurement is not None:
         return _measured(record, record.measurement)
     steps = list(record.steps)[WARM_UP:] or list(record.steps)
@@ -224,16 +224,16 @@ def calibrate(
     observed = [observe(record) for record in whole] or [one for one in map(_as_whole, divided) if one is not None]
     if not observed:
         raise BadInput(
-            "these Records are of layers that ranks split, and say nothing about one device; measure one too: "
+            "in all of these runs, ranks divide the model: they say nothing about one device; measure one too: "
             f"--strategy {REFERENCE}"
         )
     if len({one.kind for one in (*observed, *divided)}) > 1:
-        raise BadInput("these Records are of CPUs and of GPUs; give those of one kind of device")
+        raise BadInput("some of these runs are on CPUs and some on GPUs; give those on one kind of device")
     notes: list[str] = []
     for mesh in dict.fromkeys(one.record.plan.mesh for one in known if one not in divided):
-        notes.append(f"Records with --mesh {mesh} are not used: {SHARDS_NOT_PREDICTED}")
+        notes.append(f"runs with --mesh {mesh} are not used: {SHARDS_NOT_PREDICTED}")
     if not whole:
-        notes.append("no Record is of one device: its computing is what the stages of a pipeline computed together")
+        notes.append("no run is on one device: its compute time is the sum over the stages of a pipeline")
     looked = 4 * round(division.parameters) if division is not None else 0
     work = _workload(observed, 4 * parameters if parameters else _gradient_bytes(observed) or looked, notes)
     return Calibration(
@@ -406,7 +406,7 @@ def _line(chosen: Sequence[Observation], notes: list[str]) -> tuple[float, float
     points = [(share, median(seconds)) for share, seconds in by_share.items()]
     if len(points) == 1:
         share, seconds = points[0]
-        notes.append(f"measured with {share:g} samples a device alone: the part that does not shrink is not known")
+        notes.append(f"measured with {share:g} samples per device only: fixed and per-sample time cannot be separated")
         return 0.0, seconds / share, 1.0
     fixed, slope = linear_regression(*zip(*points, strict=True))[::-1]
     if slope <= 0:
@@ -425,7 +425,9 @@ def _jitter(one: Observation, notes: list[str]) -> float:
         return max(LEAST_JITTER, one.deviation / math.sqrt(one.seconds)) if one.deviation else CPU_JITTER
     if one.seconds < IN_TABLES:
         notes.append(f"steps of {one.seconds * 1e3:.1f} ms are shorter than those of any table: stragglers are a guess")
-    notes.append("stragglers are those of published tables: a host runs ahead of its GPU, so its steps say little")
+    notes.append(
+        "straggler times are those of published tables: the host runs ahead of its GPU, so its step times say little"
+    )
     return JITTER
 
 

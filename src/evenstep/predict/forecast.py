@@ -202,7 +202,7 @@ class Forecaster:
             own = self._own(STRATEGIES[name])
             missed = f", missed by up to {math.expm1(self._own_error(STRATEGIES[name])):.0%}" if own else ""
             found.append(
-                f"No published table judges {name}: its interval comes from {len(own)} Record{'s' * (len(own) != 1)} "
+                f"No published table covers {name}: its interval comes from {len(own)} run{'s' * (len(own) != 1)} "
                 f"of it here{missed}, and from 14 runs on one busy machine (docs/predict.md). Take it as a guess."
             )
         return " ".join(found)
@@ -440,7 +440,7 @@ class Forecaster:
             except PlanError as error:
                 return str(error)
         if self._batch(devices) < devices:
-            return f"a batch of {self._batch(devices):,.0f} does not go over {devices:,} devices; give --per-device"
+            return f"a batch of {self._batch(devices):,.0f} is too small for {devices:,} devices; give --per-device"
         return ""
 
     def _why_not_divided(
@@ -548,7 +548,7 @@ class Forecaster:
     def _change_gpu(self, gpu: str) -> None:
         """Between what arithmetic and what memory would give: nobody measured which of them limits this task."""
         if self.calibration.kind != "cuda":
-            raise BadInput("--gpu needs Records of a GPU: a step on the CPU says nothing about one")
+            raise BadInput("--gpu needs runs on a GPU: a step on the CPU says nothing about one")
         own = self._own_gpu
         if own == gpu:
             return
@@ -662,8 +662,8 @@ def _why_no_stages(name: str, division: ModelDivision, arranged: Arrangement, ma
         return division.why_no_blocks
     if division.is_equal and division.boundary_bytes is None and machines > 1:
         return (
-            "what is sent between machines is not known, since the Record does not time its parts; let evenstep look "
-            f"at the model: evenstep predict TASK --strategies {name}"
+            "the run does not show what is sent between machines, since it does not time its parts; measure the task "
+            f"instead: evenstep predict TASK --strategies {name}"
         )
     if division.blocks and len(division.blocks) < needed:
         fewer = f"--mesh {STRATEGIES[name].model_axis}={len(division.blocks) // chunks_of(arranged.schedule)}"

@@ -77,12 +77,12 @@ class Knee:
     @property
     def sentence(self) -> str:
         if self.devices is None:
-            return f"{self.strategy}: no knee up to {self.looked_at:,} devices"
+            return f"{self.strategy}: efficiency stays at least {KNEE:.0%} up to {self.looked_at:,} devices"
         why = f"the limit is {LIMITS.get(self.limit, self.limit)}"
         if self.limit == "unexplained":
             when = "so it was measured" if self.is_measured else "fewer devices were measured to be as slow"
             why = f"{when}, and the model has no reason for it"
-        return f"{self.strategy}: below {self.efficiency:.0%} from {self.devices:,} devices on; {why}"
+        return f"{self.strategy}: efficiency is below {self.efficiency:.0%} from {self.devices:,} devices on; {why}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from bokeh.plotting import figure
 
 from evenstep.report.html.charts import OTHER, Chart, Key, blank, colour, from_zero, labels, part_colour
 from evenstep.report.html.charts import rows_figure as figure_of_rows
-from evenstep.report.prediction import PART_NAMES, Forecast, Prediction
+from evenstep.report.prediction import KNEE, PART_NAMES, Forecast, Prediction
 
 WAIT_COLOURS = {
     "handling": "#0f766e",
@@ -37,7 +37,8 @@ def _efficiency(found: Forecast, colours: Mapping[str, int]) -> Chart:
     plot = _curves(found, "efficiency", colours)
     caption = (
         "Samples a second for each device, over those of one device. The band is the 90 % interval of the prediction; "
-        "filled marks were measured, diamonds are knees. " + " ".join(f"{knee.sentence}." for knee in found.knees)
+        f"filled marks were measured; a diamond marks where efficiency falls below {KNEE:.0%}. "
+        + " ".join(f"{knee.sentence}." for knee in found.knees)
     )
     return Chart(
         name="predicted-efficiency", title="Efficiency, predicted", figure=plot, caption=caption, keys=_keys(colours)
@@ -87,7 +88,11 @@ def _knees(plot: figure, found: Forecast, most: int, colours: Mapping[str, int])
     for knee in found.knees:
         if knee.devices is not None and knee.devices <= most:
             at = colours[knee.strategy]
-            words = {"label": [f"{knee.strategy}: knee"], "shown": [f"{knee.efficiency:.0%}"], "range": [knee.limit]}
+            words = {
+                "label": [f"{knee.strategy}: below {KNEE:.0%} from here on"],
+                "shown": [f"{knee.efficiency:.0%}"],
+                "range": [knee.limit],
+            }
             curve = {row.devices: row.efficiency for row in found.curves.get(knee.strategy, [])}
             y = curve.get(knee.devices, knee.efficiency)
             source = ColumnDataSource({"x": [knee.devices], "y": [y], **words})

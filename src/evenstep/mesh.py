@@ -79,7 +79,7 @@ def check_precision(facts: StrategyFacts, precision: str) -> None:
     """PlanError for fp16 where ranks see parts of the gradients."""
     if facts.model_axis is not None and precision == "fp16":
         raise PlanError(
-            f"{facts.name} has parts of the gradients on each rank, and fp16's scaler looks at whole ones; "
+            f"fp16's GradScaler needs whole gradients, and the ranks of {facts.name} hold parts of them; "
             "use --precision bf16"
         )
 

@@ -252,7 +252,7 @@ class Plan:
             )
         if self.replay_every is not None and self.cudnn_benchmark:
             raise PlanError(
-                "--cudnn-benchmark chooses kernels by measuring them, and another kernel gives other bits; with "
+                "--cudnn-benchmark picks kernels by timing them, and different kernels round differently; with "
                 "--replay-every leave it out"
             )
         if self.sync_batchnorm and not self._facts.processes_per_device:
@@ -274,7 +274,7 @@ class Plan:
             sharing = one_of(row for row in usual_strategies() if row.shares_gpu)
             mesh = "" if not facts.shares_gpu else f" with --mesh {self.mesh}"
             raise PlanError(
-                f"{name}{mesh} needs a GPU of its own for each process; to use one GPU twice, choose {sharing}"
+                f"{name}{mesh} needs a separate GPU for each process; to use one GPU twice, choose {sharing}"
             )
         for kind in sorted(kinds - set(facts.device_kinds)):
             running = one_of(row for row in STRATEGIES.values() if kind in row.device_kinds)
@@ -343,12 +343,12 @@ class Plan:
         check_replicas(self.virtual_replicas, self.most_devices, self._facts)
         if self.sync_batchnorm:
             raise PlanError(
-                "--sync-batchnorm computes with the statistics of the whole batch, which processes sum in an order of "
-                "their own; with --virtual-replicas leave it out: BatchNorm uses a virtual replica's samples"
+                "--sync-batchnorm computes with the statistics of the whole batch, which processes sum in no fixed "
+                "order; with --virtual-replicas leave it out: BatchNorm uses a virtual replica's samples"
             )
         if self.cudnn_benchmark:
             raise PlanError(
-                "--cudnn-benchmark chooses kernels by measuring them, and another kernel gives other bits; with "
+                "--cudnn-benchmark picks kernels by timing them, and different kernels round differently; with "
                 "--virtual-replicas leave it out"
             )
 
@@ -374,10 +374,10 @@ class Plan:
 
     def _check_local_steps(self) -> None:
         joined = {
-            "shares": "gives each rank as many samples",
-            "sync_batchnorm": "joins no ranks in forward",
-            "statistics": "has gradients of one rank only",
-            "replay_every": "has replicas that differ between two rounds",
+            "shares": "needs equal shares",
+            "sync_batchnorm": "does not synchronize ranks in forward",
+            "statistics": "keeps the gradients of each rank apart",
+            "replay_every": "lets replicas differ between two exchanges",
         }
         for name, why in joined.items():
             if getattr(self, name):
@@ -397,8 +397,8 @@ class Plan:
             )
         if self.virtual_replicas is not None:
             raise PlanError(
-                "--micro auto chooses by the memory that is free, and with --virtual-replicas other micro-batches give "
-                "other bits; give --accumulate"
+                "--micro auto chooses by the memory that is free, and with --virtual-replicas other micro-batches "
+                "round differently; give --accumulate"
             )
         if self.shares == AUTO:
             raise PlanError("--micro auto needs to know the share of each device; give numbers, such as --shares 5,3")
@@ -591,12 +591,12 @@ def check_offload(facts: StrategyFacts, devices: Iterable[str], precision: str, 
         )
     if precision == "fp16":
         raise PlanError(
-            "fp16's scaler looks at gradients on the GPU, and with --cpu-offload they are in host memory; "
-            "use --precision bf16"
+            "fp16's GradScaler needs gradients on the GPU, and --cpu-offload keeps them in host memory; use "
+            "--precision bf16"
         )
     if virtual_replicas is not None:
         raise PlanError(
-            "--virtual-replicas has the bits of one GPU, and with --cpu-offload the host updates the weights, which "
+            "--virtual-replicas matches one GPU bit for bit, and --cpu-offload updates weights on the host, which "
             "rounds differently; leave one out"
         )
 

@@ -154,7 +154,9 @@ def test_the_cost_of_virtual_replicas_is_shown_beside_the_plain_step() -> None:
     assert [row.label for row in found.rows] == [*plain, *(f"{label}, V=4" for label in plain)]
     assert all("V=4" not in line for line in found.advice if line.startswith(RECOMMENDING))
     (cost,) = [
-        line for line in found.advice if line.startswith("The same bits on any number of devices (--virtual-replicas)")
+        line
+        for line in found.advice
+        if line.startswith("Bit-identical results on any number of devices (--virtual-replicas)")
     ]
     assert all(f"{label} " in cost for label in plain)
     assert "ddp x 2, V=4" in Path("runs/mine/page.html").read_text()

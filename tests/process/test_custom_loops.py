@@ -168,7 +168,7 @@ def test_what_a_loop_gets_wrong_about_its_record_is_said() -> None:
     run.log(take_step(run))
     with pytest.raises(TaskError, match="step 1 was logged before"):
         run.log(1.0)
-    with pytest.raises(TaskError, match="a checkpoint has a 'step' of its own; save yours under another name"):
+    with pytest.raises(TaskError, match="'step' is a reserved checkpoint key; save yours under another name"):
         run.save(step=3)
     with pytest.raises(TaskError, match=r'Run\(\.\.\., folder="runs/mine"\)'):
         small_run(None).log(1.0)
@@ -200,7 +200,7 @@ def test_a_wrapped_model_can_be_called_and_computes_no_gradients() -> None:
     assert torch.equal(output, torch.nn.functional.linear(x, model.module.weight, model.module.bias))
     with pytest.raises(TaskError, match="have 4 and 5 rows"):
         team.backward(lambda model, batch: model(batch).mean(), model, (x, x[:4]))
-    with pytest.raises(TaskError, match="tensors without rows"):
+    with pytest.raises(TaskError, match="empty batches"):
         team.backward(lambda model, batch: model(batch).mean(), model, x[:0])
 
 

@@ -156,7 +156,7 @@ def test_what_was_best_in_the_run_need_not_be_in_the_evaluation() -> None:
         [
             (("runs/none",), "runs/none does not exist; give a run folder"),
             (("custom",), "was saved by a custom loop, which has no Task to evaluate; call team.evaluate in that loop"),
-            (("runs/mine", "classes=3"), "is from another model: 3.weight is (2, 4) there and (3, 4) here"),
+            (("runs/mine", "classes=3"), "is from another model: 3.weight has shape (2, 4) instead of (3, 4)"),
             (("runs/mine", "size=3"), "task() has no option size"),
         ]
     ),

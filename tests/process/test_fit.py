@@ -180,7 +180,7 @@ def test_a_resume_keeps_the_choice_or_chooses_again_with_less_memory() -> None:
     kept, less = run(*resume, "kept", limit=600), run(*resume, "less", limit=420)
     assert f"{before} micro-batches" in kept.stderr
     assert "as before" in kept.stderr
-    assert f"the {before} of before do not fit" in less.stderr
+    assert f"the earlier {before} do not fit" in less.stderr
     assert Record.read("runs/less").plan.accumulate > before
     assert Record.read("runs/less").losses == pytest.approx(Record.read("runs/kept").losses, rel=1e-9)
 

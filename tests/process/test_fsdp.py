@@ -93,7 +93,7 @@ def test_a_parameter_that_is_nan_is_not_taken_for_a_changed_one() -> None:
 
 
 REFUSED = {
-    "Coupled": "is off by",
+    "Coupled": "has a relative error of",
     "Keeping": "it keeps a list of each parameter ('history'), and only tensors and numbers are sent",
     "Changing": "it keeps other things of a parameter than after its first update",
     "Failing": "its step fails with ValueError: not again",

@@ -258,7 +258,7 @@ def task() -> evenstep.Task: ...
 @pytest.mark.parametrize(
     ("text", "warning"),
     [
-        (ALONE, "script.py never joined its 2 processes, so each trained a model of its own;"),
+        (ALONE, "script.py never joined its 2 processes, so each trained its own model;"),
         (JOINS + ALONE, ""),
         (ONLY_A_TASK, "script.py defines a task, and ran nothing; write: evenstep train script.py"),
     ],

@@ -98,7 +98,7 @@ def test_a_device_that_flips_a_bit_is_found_at_the_next_check(
 ) -> None:
     done = trained(where, f"flip:{device}:24", monkeypatch)
     assert done.returncode == 1, done.stderr
-    assert f"replay check after step 30: the loss on {name} is not that of r" in done.stderr
+    assert f"recomputation check after step 30: the loss on {name} repeatedly differs from that on r" in done.stderr
     assert "a faulty device; leave it out, and continue from the last checkpoint" in done.stderr
     record = Record.read("runs/run")
     assert [(one.step, one.outcome) for one in record.replays] == [(10, "equal"), (20, "equal"), (30, "faulty")]
@@ -110,16 +110,14 @@ def test_a_device_that_flips_a_bit_is_found_at_the_next_check(
 def test_two_devices_that_never_agreed_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
     done = trained("ddp-2", "flip:1:0", monkeypatch)
     assert done.returncode == 1
-    assert (
-        "differs between devices, each of which repeats itself: rank 0 (cpu) or rank 1 (cpu) is faulty" in done.stderr
-    )
+    assert "differs between devices, each of which is consistent: rank 0 (cpu) or rank 1 (cpu) is faulty" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_device_that_does_not_repeat_itself_is_faulty_if_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     done = trained("ddp-2", "noise:1:24", monkeypatch)
     assert done.returncode == 1
-    assert "replay check after step 30: the loss differs when rank 1 (cpu) computes it twice" in done.stderr
+    assert "recomputation check after step 30: the loss differs when rank 1 (cpu) computes it twice" in done.stderr
     assert "not on other devices: a faulty device" in done.stderr
 
 
@@ -129,7 +127,7 @@ def test_a_nondeterministic_loss_is_no_faulty_device(where: str, monkeypatch: py
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("the loss differs when") == 1
     assert "the loss depends on more than its inputs" in done.stderr or where == "single"
-    assert "6 replay checks, 4 without equal bits; they took" in done.stderr
+    assert "6 recomputation checks, 4 not bit-identical; they took" in done.stderr
     assert {one.outcome for one in Record.read("runs/run").replays[2:]} == {"nondeterministic"}
 
 
@@ -208,10 +206,10 @@ def test_what_differs_is_judged_by_who_repeats_what() -> None:
     a, b, odd = device("a", 5), device("b", 5), device("odd", 6)
     none: list[list[bool]] = [[], [], []]
     assert judge([a, odd, b], [[1] * 9, [2] * 9, [1] * 9], none).text.startswith(
-        "the loss on odd is not that of a, time"
+        "the loss on odd repeatedly differs from that on a:"
     )
     split = [[2] * 9, [1] * 9]
-    assert judge([odd, a], split, [[False] * 3, [True] * 3]).text.startswith("the loss on odd is not that of a")
+    assert judge([odd, a], split, [[False] * 3, [True] * 3]).text.startswith("the loss on odd repeatedly differs")
     assert "odd or a is faulty" in judge([odd, a], split, none).text
     assert "odd or a is faulty" in judge([odd, a], split, [[False] * 3] * 2).text
     # By luck, each repeated itself.

@@ -135,7 +135,7 @@ def test_a_resume_keeps_them_and_drops_them_on_other_devices() -> None:
     assert json.loads(Path("runs/same/plan.json").read_text())["shares"] == "5,3"
     alone = evenstep_("train", "--resume", "runs/first", "--epochs", "2", "--devices", "1", "--name", "alone")
     assert alone.returncode == 0, alone.stderr
-    assert "the shares 5,3 were those of 2 devices, and this run has 1: they are dropped" in alone.stderr
+    assert "--shares 5,3 was for 2 devices, and this run has 1; ignoring it" in alone.stderr
     assert json.loads(Path("runs/alone/plan.json").read_text())["shares"] is None
 
 

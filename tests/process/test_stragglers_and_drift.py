@@ -24,13 +24,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_rank_that_computes_slowly_is_named(said: Any) -> None:
-    assert said["slow compute"].startswith("rank 1 is slow: it comes ")
-    assert "late to every step, from compute (its own " in said["slow compute"]
+    assert said["slow compute"].startswith("rank 1 is slow: ")
+    assert "late in every step, due to compute (its own " in said["slow compute"]
 
 
 def test_a_rank_that_reads_slowly_is_named(said: Any) -> None:
-    assert said["slow input"].startswith("rank 0 is slow: it comes ")
-    assert "late to every step, from input (its own " in said["slow input"]
+    assert said["slow input"].startswith("rank 0 is slow: ")
+    assert "late in every step, due to input (its own " in said["slow input"]
 
 
 def test_it_is_said_again_only_if_it_got_much_worse(said: Any) -> None:

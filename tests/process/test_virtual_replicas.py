@@ -259,7 +259,7 @@ def test_a_run_that_is_killed_and_resumed_on_other_devices_is_the_same_run() -> 
     assert digest(Path("runs/two")) == digest(Path("runs/whole"))
     assert whole.machine["numerics"]["threads"] == 1
     again = evenstep_("train", "--resume", "runs/two", "--steps", "61", "--threads", "2", "--name", "again")
-    assert "the bits may differ from those of the run before: threads per process 1 before, 2 now" in again.stderr
+    assert "results may not be bit-identical to the run before: threads per process 1 before, 2 now" in again.stderr
 
 
 @pytest.mark.slow
@@ -668,4 +668,4 @@ def test_a_run_that_is_resumed_with_virtual_replicas_says_that_it_had_none() -> 
     assert done.returncode == 0, done.stderr
     again = evenstep_("train", "--resume", "runs/plain", "--steps", "3", "--virtual-replicas", "4", "--name", "again")
     assert again.returncode == 0, again.stderr
-    assert "the bits may differ from those of the run before: --virtual-replicas none before, 4 now" in again.stderr
+    assert "results may not be bit-identical to the run before: --virtual-replicas none before, 4 now" in again.stderr

@@ -242,7 +242,7 @@ def test_a_run_that_goes_on_at_another_position_is_no_continuation() -> None:
 )
 def test_runs_of_different_trainings_are_no_chain(changes: dict[str, Any], message: str) -> None:
     first, second = write_run("a", batches([range(10)])), write_run("b", [], step=3, position=10, **changes)
-    with pytest.raises(BadInput, match=f"a and b are not parts of one training: {message}"):
+    with pytest.raises(BadInput, match=f"a and b are not parts of one training run: {message}"):
         audit([first, second])
 
 

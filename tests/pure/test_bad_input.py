@@ -230,7 +230,7 @@ def test_a_file_without_one_task_is_refused(refused: Refused, text: str, said: l
         ({"train": "None"}, ["the train data is a NoneType; give a dataset"]),
         (
             {"train": "torch.utils.data.DistributedSampler(x)"},
-            ["the train data is a DistributedSampler, which gives the order of a dataset; give the dataset itself"],
+            ["the train data is a DistributedSampler, not a dataset; give the dataset, and pass the sampler as"],
         ),
         (
             {"train": "(x[torch.distributed.get_rank() :],)"},
@@ -350,7 +350,7 @@ def test_a_run_cannot_go_on_under_its_own_name_and_is_not_advised_to(run: Path, 
 def test_a_truncated_checkpoint_is_refused(run: Path, refused: Refused) -> None:
     os.truncate(run / "checkpoints" / "latest" / files.WEIGHTS, 50)
     message = refused(*resume(run))
-    assert "no whole checkpoint in runs/first" in message
+    assert "no intact checkpoint in runs/first" in message
     assert "step-00000002 is damaged: weights.safetensors is not what was written" in message
 
 
@@ -374,12 +374,15 @@ def test_a_checkpoint_of_a_newer_version_is_refused(run: Path, refused: Refused,
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_differences(run: Path, refused: Refused) -> None:
     write_task(model="nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))")
     message = refused(*resume(run))
-    assert "is from another model: it lacks 0.weight, 0.bias, 1.weight and 1 more" in message
-    assert "it has weight, bias, unknown here" in message or "it has bias, weight, unknown here" in message
+    assert "is from another model: missing keys: 0.weight, 0.bias, 1.weight and 1 more" in message
+    assert "unexpected keys: weight, bias" in message or "unexpected keys: bias, weight" in message
     write_task(model="nn.Linear(4, 3)")
     message = refused(*resume(run))
-    assert "is from another model: weight is (2, 4) there and (3, 4) here, bias is (2,) there and (3,) here" in message
-    assert "Nothing was loaded; it goes with the task that wrote it" in message
+    assert (
+        "is from another model: weight has shape (2, 4) instead of (3, 4), bias has shape (2,) instead of (3,)"
+        in message
+    )
+    assert "Nothing was loaded; use the task that wrote it" in message
 
 
 def test_a_checkpoint_of_other_data_or_another_seed_is_refused(run: Path, refused: Refused) -> None:
@@ -387,7 +390,7 @@ def test_a_checkpoint_of_other_data_or_another_seed_is_refused(run: Path, refuse
     write_task(train="(x[:19], y[:19])")
     message = refused(*resume(run))
     assert "was trained on 20 samples and the data now has 19" in message
-    assert "start again from its weights: --resume " in message
+    assert "Use the data, seed and order that it was trained with, or start from its weights: --resume " in message
 
 
 def test_a_finished_run_is_not_resumed(run: Path, refused: Refused) -> None:
@@ -455,7 +458,7 @@ def test_allow_pickle_does_not_load_what_is_no_table_of_tensors(refused: Refused
     torch.save({"learning": 1, "rate": [2]}, "plain.pt")
     for more in ([], ["--allow-pickle"]):
         message = refused(*from_file("plain.pt", *more))
-        assert "plain.pt holds no table of tensors; save it with torch.save(model.state_dict(), ...)" in message
+        assert "plain.pt holds no state_dict; save one with torch.save(model.state_dict(), ...)" in message
 
 
 @pytest.mark.parametrize("more", [[], ["--allow-pickle"]], ids=["", "--allow-pickle"])
@@ -490,15 +493,15 @@ def test_a_truncated_file_of_weights_is_refused(refused: Refused) -> None:
 def test_weights_of_another_model_are_refused_with_the_first_differences(refused: Refused) -> None:
     write_task()
     torch.save({**WEIGHTS, "bias": torch.zeros(7)}, "other.pt")
-    assert "other.pt is from another model: bias is (7,) there and (2,) here" in refused(*from_file("other.pt"))
+    assert "other.pt is from another model: bias has shape (7,) instead of (2,)" in refused(*from_file("other.pt"))
     torch.save({"weight": WEIGHTS["weight"]}, "part.pt")
-    assert "part.pt is from another model: it lacks bias" in refused(*from_file("part.pt"))
+    assert "part.pt is from another model: missing keys: bias" in refused(*from_file("part.pt"))
 
 
 def test_weights_are_compared_with_a_model_that_needs_numbers_to_be_built(refused: Refused) -> None:
     write_task(model="nn.Linear(4, int(torch.ones(2).sum()))")
     torch.save({**WEIGHTS, "bias": torch.zeros(7)}, "other.pt")
-    assert "other.pt is from another model: bias is (7,) there and (2,) here" in refused(*from_file("other.pt"))
+    assert "other.pt is from another model: bias has shape (7,) instead of (2,)" in refused(*from_file("other.pt"))
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_the_one_before_is_used_and_a_warning_names_the_damaged_one(damage: Call
 def test_nothing_is_used_when_all_are_damaged(damage: Callable[[Path], None]) -> None:
     for step in (3, 6):
         damage(save(step))
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint in runs/one; .*step-00000006 is") as refused:
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint in runs/one; .*step-00000006 is") as refused:
         integrity.find("runs/one")
     assert "using the one before" not in str(refused.value)
 

@@ -133,7 +133,7 @@ def test_a_nearly_full_control_group_is_bad_and_names_the_limit(tmp_path: Path) 
     full = group(tmp_path, "0::/\n", memory_dot_max=str(2**29), memory_dot_current=str(2**29 - 2**20))
     found = memory(full)
     assert (found.status, found.numbers["free_bytes"]) == ("bad", 2**20)
-    assert "control group" in found.said
+    assert "cgroup" in found.said
     assert "larger limit" in found.advice
 
 

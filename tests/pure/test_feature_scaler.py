@@ -276,7 +276,7 @@ def test_what_is_fitted_is_the_batch_or_its_first_or_what_one_says(make: Any, of
     [
         (Scaler(2), {"x": 1, "y": 2}, r"a dict of 'x', 'y', .* name it:\nScaler\(2, of=lambda batch: batch\['x'\]\)"),
         (Scaler(2), {}, "a batch is a dict of"),
-        (Scaler(2), ("word", torch.ones(2)), r"the first of it, here a str; it needs a tensor:\nScaler\(2, of="),
+        (Scaler(2), ("word", torch.ones(2)), r"its first item, here a str; it needs a tensor:\nScaler\(2, of="),
         (Scaler(2), [], "here a list; it needs a tensor"),
         (Scaler(2, of=lambda batch: 3), torch.ones(2), "`of` gave the Scaler a int; it needs a tensor"),
         (Scaler(2), torch.ones(5, 3), r"Scaler\(2, dim=-1\) got a tensor of shape \(5, 3\); dimension -1 must have 2"),

@@ -84,9 +84,12 @@ VICTIMS = [
         DistNetworkError("The client socket has timed out after 2000ms while trying to connect to (127.0.0.1, 29833)."),
         "nothing answers at 127.0.0.1:29833",
     ),
-    (DistStoreError("Timed out after 3 seconds waiting for clients. 1/2 clients joined."), "1 of 2 ranks came"),
-    (DistStoreError("wait timeout after 3000ms, keys: /0//cpu//0/2"), "not all ranks came"),
-    (RuntimeError("Wait timeout"), "not all ranks came"),
+    (
+        DistStoreError("Timed out after 3 seconds waiting for clients. 1/2 clients joined."),
+        "1 of 2 ranks joined in time",
+    ),
+    (DistStoreError("wait timeout after 3000ms, keys: /0//cpu//0/2"), "not all ranks joined in time"),
+    (RuntimeError("Wait timeout"), "not all ranks joined in time"),
 ]
 
 
@@ -129,7 +132,7 @@ def test_a_parameter_that_was_ready_twice_is_named() -> None:
 )
 def test_a_slice_of_a_parameter_is_recognised(message: str) -> None:
     said = answer(RuntimeError(message)) or ""
-    assert said.startswith("a parameter was used outside of the forward of its layer, where fsdp has this rank's slice")
+    assert said.startswith("a parameter was used outside its layer's forward, where fsdp holds only this rank's shard")
 
 
 def test_a_loss_without_a_graph_is_sent_to_team_backward() -> None:

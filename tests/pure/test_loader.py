@@ -455,7 +455,7 @@ def test_of_two_epochs_at_once_by_the_same_workers_the_first_is_told_that_it_end
     first = iter(loader)
     next(first)
     next(iter(loader))
-    with pytest.raises(TaskError, match="another pass over this loader has begun"):
+    with pytest.raises(TaskError, match="a newer iteration of this loader has begun"):
         next(first)
     loader.close()
 

@@ -235,7 +235,7 @@ WHOLE = "it must be a whole number, 1 or more"
             {"virtual_replicas": 4, "strategy": "dp-torch", "devices": ("cuda:0", "cuda:1")},
             "dp-torch does not sum gradients in the order of --virtual-replicas; use --strategy single, dp, ddp or",
         ),
-        ({"virtual_replicas": 2, "cudnn_benchmark": True}, "--cudnn-benchmark chooses kernels by measuring them"),
+        ({"virtual_replicas": 2, "cudnn_benchmark": True}, "--cudnn-benchmark picks kernels by timing them"),
         ({"replay_every": 5, "cudnn_benchmark": True}, "with --replay-every leave it out"),
         (
             {"virtual_replicas": 2, "strategy": "ddp", "devices": cpus(3)},
@@ -245,7 +245,7 @@ WHOLE = "it must be a whole number, 1 or more"
             {"strategy": "dp-torch"},
             "dp-torch is nn.DataParallel, which runs on CUDA devices only; use --strategy dp",
         ),
-        ({"strategy": "fsdp", "devices": ("cuda:0", "cuda:0")}, "fsdp needs a GPU of its own for each process"),
+        ({"strategy": "fsdp", "devices": ("cuda:0", "cuda:0")}, "fsdp needs a separate GPU for each process"),
         ({"name": "a/b"}, "'a/b' cannot name a run; use letters, digits"),
         (
             {"link": "powersgd"},
@@ -261,14 +261,14 @@ WHOLE = "it must be a whole number, 1 or more"
         ({"link": "streaming:8:0"}, "link is 'streaming:8:0'; write none"),
         (
             {"link": "streaming:8", "strategy": "ddp", "devices": cpus(2), "sync_batchnorm": True},
-            "--link streaming:8 joins no ranks in forward; leave out --sync-batchnorm",
+            "--link streaming:8 does not synchronize ranks in forward; leave out --sync-batchnorm",
         ),
         ({"link": "bf16"}, "--link is how ddp sends gradients, and single was given; use --strategy ddp"),
         ({"link": "auto", "strategy": "ddp", "devices": ("cuda:0", "cuda:1")}, "--link auto is for CPU devices"),
         ({"link": "auto", "strategy": "ddp", "virtual_replicas": 4}, "--virtual-replicas sums gradients in one order"),
         (
             {"link": "local:8", "strategy": "ddp", "devices": cpus(2), "shares": "3,1"},
-            "--link local:8 gives each rank as many samples; leave out --shares",
+            "--link local:8 needs equal shares; leave out --shares",
         ),
         ({"link": "local:8", "strategy": "ddp", "precision": "fp16"}, "use --precision bf16 or fp32"),
         ({"cpu_offload": True}, "and single offloads none; use --strategy fsdp"),
@@ -278,11 +278,11 @@ WHOLE = "it must be a whole number, 1 or more"
         ),
         (
             {"cpu_offload": True, "strategy": "fsdp", "devices": ("cuda:0",), "precision": "fp16"},
-            "with --cpu-offload they are in host memory; use --precision bf16",
+            "fp16's GradScaler needs gradients on the GPU, and --cpu-offload keeps them in host memory",
         ),
         (
             {"cpu_offload": True, "strategy": "fsdp", "devices": ("cuda:0",), "virtual_replicas": 4},
-            "with --cpu-offload the host updates the weights, which rounds differently; leave one out",
+            "--cpu-offload updates weights on the host, which rounds differently; leave one out",
         ),
         (
             {"strategy": "fsdp", "devices": cpus(4), "mesh": "data=2,fsdp=4"},
@@ -314,7 +314,7 @@ WHOLE = "it must be a whole number, 1 or more"
         ),
         (
             {"strategy": "tensor", "devices": ("cuda:0", "cuda:0") * 2, "mesh": "fsdp=2,tensor=2"},
-            "tensor with --mesh fsdp=2,tensor=2 needs a GPU of its own for each process",
+            "tensor with --mesh fsdp=2,tensor=2 needs a separate GPU for each process",
         ),
         (
             {"strategy": "tensor", "devices": tuple(f"cuda:{one}" for one in range(4)), "cpu_offload": True},
@@ -333,7 +333,7 @@ def test_helpful_errors(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("precision", [name for name in get_args(PrecisionName) if name != "tf32"])
 def test_every_strategy_goes_with_every_precision_on_a_cpu(strategy: str, precision: str) -> None:
     if STRATEGIES[strategy].model_axis is not None and precision == "fp16":
-        with pytest.raises(PlanError, match="fp16's scaler looks at whole ones; use --precision bf16"):
+        with pytest.raises(PlanError, match="fp16's GradScaler needs whole gradients"):
             make(strategy=strategy, precision=precision)
         return
     plan = make(strategy=strategy, precision=precision)

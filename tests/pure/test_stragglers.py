@@ -26,13 +26,13 @@ def test_nobody_is_slow_among_equals() -> None:
 
 def test_a_rank_that_computes_slowly_is_named() -> None:
     assert sentences(FAST, SLOW_COMPUTE) == [
-        "rank 1 is slow: it comes 203 ms late to every step, from compute (its own 210 ms against 7 ms on the others)"
+        "rank 1 is slow: 203 ms late in every step, due to compute (its own 210 ms against 7 ms on the others)"
     ]
 
 
 def test_a_rank_that_waits_for_its_input_is_named() -> None:
     assert sentences(SLOW_INPUT, FAST, FAST) == [
-        "rank 0 is slow: it comes 209 ms late to every step, from input (its own 210 ms against 1 ms on the others)"
+        "rank 0 is slow: 209 ms late in every step, due to input (its own 210 ms against 1 ms on the others)"
     ]
 
 

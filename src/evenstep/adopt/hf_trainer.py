@@ -61,7 +61,7 @@ def refuse(trainer: Any) -> None:
     kind, args = type(trainer), trainer.args
     for name, changes in INSTEAD.items():
         if getattr(kind, name, None) is not getattr(transformers.Trainer, name, None):
-            raise _refusal(f"{kind.__name__}.{name} changes {changes}; write a Task, or a loop of your own")
+            raise _refusal(f"{kind.__name__}.{name} changes {changes}; write a Task, or a custom loop")
     for callback in trainer.callback_handler.callbacks:
         name = type(callback).__name__
         if name == "EarlyStoppingCallback":

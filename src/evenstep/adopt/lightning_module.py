@@ -82,10 +82,10 @@ def refuse(module: Any, base: type[Any]) -> None:
     """Raise TaskError, by name, for what a LightningModule does that a Task does not."""
     name = type(module).__name__
     if not module.automatic_optimization:
-        raise _refusal(f"{name} optimizes manually (automatic_optimization=False); write a loop of your own")
+        raise _refusal(f"{name} optimizes manually (automatic_optimization=False); write a custom loop")
     for hook in HOOKS:
         if getattr(type(module), hook, None) is not getattr(base, hook, None):
-            raise _refusal(f"{name}.{hook} is called by Lightning's Trainer alone; write Task.after, or your own loop")
+            raise _refusal(f"{name}.{hook} is called by Lightning's Trainer alone; write Task.after, or a custom loop")
     for function in _own_functions(module, base):
         for known in sorted(OF_TRAINER.keys() & set(function.__code__.co_names)):
             raise _refusal(f"{name}.{function.__name__} uses self.{known}: {OF_TRAINER[known]}")
@@ -139,7 +139,7 @@ def configured(found: Any) -> Configured:
         optimizers = [optimizers[0]["optimizer"]]
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
         what = f"{len(optimizers)} optimizers" if len(optimizers) != 1 else f"a {type(optimizers[0]).__name__}"
-        raise _refusal(f"configure_optimizers returned {what}; write a Task of several models, or a loop of your own")
+        raise _refusal(f"configure_optimizers returned {what}; write a Task of several models, or a custom loop")
     return _with_schedule(optimizers[0], schedules)
 
 

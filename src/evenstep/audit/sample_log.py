@@ -161,7 +161,7 @@ def read_chain(runs: Sequence[str | Path]) -> list[RunPart]:
         difference = one.expected.difference(other.expected) or _no_descent(one, other, chain)
         if difference:
             raise BadInput(
-                f"{one.folder} and {other.folder} are not parts of one training: {difference}.\n"
+                f"{one.folder} and {other.folder} are not parts of one training run: {difference}.\n"
                 "Give a run together with those that were resumed from it, or one run alone"
             )
     return chain

@@ -76,7 +76,7 @@ def find(where: str) -> tuple[Path, list[str]]:
             warnings.append(f"{error}; using the one before it")
             continue
         return candidate.resolve(), warnings
-    raise CheckpointError(f"no whole checkpoint in {where}; {warnings[0].removesuffix('; using the one before it')}")
+    raise CheckpointError(f"no intact checkpoint in {where}; {warnings[0].removesuffix('; using the one before it')}")
 
 
 def sha256(path: Path) -> str:

@@ -93,17 +93,16 @@ def refuse_difference(own: Mapping[str, Shape], found: Mapping[str, Shape], sour
     missing = [name for name in own if name not in found]
     extra = [name for name in found if name not in own]
     shapes = [
-        f"{name} is {found[name]} there and {own[name]} here"
+        f"{name} has shape {found[name]} instead of {own[name]}"
         for name in own
         if name in found and found[name] != own[name]
     ]
-    problems = [f"it lacks {_first(missing)}"] * bool(missing)
-    problems += [f"it has {_first(extra)}, unknown here"] * bool(extra)
+    problems = [f"missing keys: {_first(missing)}"] * bool(missing)
+    problems += [f"unexpected keys: {_first(extra)}"] * bool(extra)
     problems += [_first(shapes)] * bool(shapes)
     if problems:
         raise CheckpointError(
-            f"{source} is from another model: {'; '.join(problems)}.\n"
-            "Nothing was loaded; it goes with the task that wrote it."
+            f"{source} is from another model: {'; '.join(problems)}.\nNothing was loaded; use the task that wrote it."
         )
 
 
@@ -172,7 +171,7 @@ def load_optimizer_state(
     own = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
     if [set(group["params"]) for group in saved["groups"]] != [set(group) for group in own]:
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(saved['groups'])} groups of parameters that are not this task's; "
+            f"the checkpoint's {len(saved['groups'])} optimizer parameter groups do not match this task's; "
             "to train these weights with another optimizer, resume from weights.safetensors alone"
         )
     by_parameter: dict[str, dict[str, Any]] = {name: dict(state) for name, state in saved["values"].items()}
@@ -182,7 +181,7 @@ def load_optimizer_state(
     weights_by_name = dict(module.named_parameters())
     unknown = [name for name in by_parameter if name not in weights_by_name]
     if unknown:
-        raise CheckpointError(f"the checkpoint's optimizer has {shorten(_first(unknown))}, unknown here")
+        raise CheckpointError(f"unexpected keys in the checkpoint's optimizer state: {shorten(_first(unknown))}")
     order = [name for group in own for name in group]
     numbers = _number_kinds(by_parameter, weights_by_name)
     for name, state in by_parameter.items():
@@ -334,7 +333,7 @@ def read_weights(path: str, allow_pickle: bool) -> Tensors:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
     if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise CheckpointError(f"{path} holds no table of tensors; save it with torch.save(model.state_dict(), ...)")
+        raise CheckpointError(f"{path} holds no state_dict; save one with torch.save(model.state_dict(), ...)")
     return dict(loaded)
 
 
@@ -354,5 +353,6 @@ def check_same_order(path: Path, state: State, seed: int, num_samples: int | Non
     if problem is not None:
         raise CheckpointError(
             f"{path} {problem}: resuming would repeat some samples and miss others.\n"
-            f"Give it what it had, or start again from its weights: --resume {path / WEIGHTS}"
+            "Use the data, seed and order that it was trained with, or start from its weights: "
+            f"--resume {path / WEIGHTS}"
         )

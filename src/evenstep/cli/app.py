@@ -59,8 +59,8 @@ class Command(TyperCommand):
         return _without_types(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        pieces = [re.sub(r"^\{(.+)\}(?=$|\.)", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
-        return pieces if ctx.allow_interspersed_args else [*pieces, "[ARGS]..."]
+        usage = [re.sub(r"^\{(.+)\}(?=$|\.)", r"\1", word) for word in super().collect_usage_pieces(ctx)]
+        return usage if ctx.allow_interspersed_args else [*usage, "[ARGS]..."]
 
 
 class Group(TyperGroup):

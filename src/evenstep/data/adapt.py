@@ -91,8 +91,8 @@ def adapt(
         return AdaptedData(Stream(data, collate, what), samplers.Sequential())
     if isinstance(data, Sampler):
         raise TaskError(
-            f"the {what} data is a {type(data).__name__}, which gives the order of a dataset; give the dataset itself, "
-            "and the order as Task(sampler=...)"
+            f"the {what} data is a {type(data).__name__}, not a dataset; give the dataset, and pass the sampler as "
+            "Task(sampler=...)"
         )
     source = open_source(data, collate, what)
     if sampler is None:

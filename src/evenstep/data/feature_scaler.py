@@ -191,7 +191,7 @@ class Scaler(nn.Module):
                 f"a batch is a dict of {names}, and the Scaler cannot know which to use; name it:\n"
                 f"Scaler({self.num_features}, of=lambda batch: batch[{next(iter(batch), 'x')!r}])"
             )
-        what = "`of` gave the Scaler" if self.of is not None else "the Scaler takes a batch or the first of it, here"
+        what = "`of` gave the Scaler" if self.of is not None else "the Scaler uses the batch or its first item, here"
         raise TaskError(
             f"{what} a {type(picked).__name__}; it needs a tensor:\nScaler({self.num_features}, of=lambda batch: ...)"
         )

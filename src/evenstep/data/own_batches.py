@@ -48,7 +48,7 @@ class OwnBatches(Loader):
         self._world.heartbeat.step = self.num_finished + 1
         total = self._total(num)
         if not total:
-            raise TaskError("backward was given tensors without rows, on every rank; skip such a step")
+            raise TaskError("backward was given empty batches on every rank; skip such a step")
         devices = self._world.devices
         rounds = [[share(num, replica, len(devices)) for replica in range(len(devices))]]
         if self._world.num_virtual is not None:

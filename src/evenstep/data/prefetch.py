@@ -67,7 +67,7 @@ class Pool:
     def _batches(self, number: int) -> Iterator[HostBatch]:
         for batch in _received(self._iterator):
             if number != self._num_passes:
-                raise TaskError("another pass over this loader has begun; finish one before the next, or make two")
+                raise TaskError("a newer iteration of this loader has begun; finish one first, or make two loaders")
             yield batch
 
     def close(self) -> None:

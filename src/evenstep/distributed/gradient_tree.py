@@ -248,8 +248,9 @@ class BackwardSums:
             if before >= 0 and version_of(weight.grad) > before + 1:  # type: ignore[arg-type]
                 raise TaskError(
                     "the backward of this step added more than once to the gradient of a parameter of shape "
-                    f"{tuple(weight.shape)}, and that of the first step did not, so their sum would have other bits on "
-                    "other devices; if the loss uses torch.utils.checkpoint now and then, give it use_reentrant=False"
+                    f"{tuple(weight.shape)}, and that of the first step did not, so their sum would not be "
+                    "bit-identical on other devices; if the loss uses torch.utils.checkpoint now and then, give it "
+                    "use_reentrant=False"
                 )
 
 

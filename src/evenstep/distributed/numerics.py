@@ -60,6 +60,7 @@ def unequal_kinds(world: World) -> list[str]:
         ]
         if found:
             return [
-                f"--virtual-replicas: the bits may depend on which device computes what: rank {rank} has {found[0]}"
+                "--virtual-replicas: results may depend on which device computes what, and not be bit-identical: rank "
+                f"{rank} has {found[0]}"
             ]
     return []

@@ -377,7 +377,7 @@ def _distinct(members: Sequence[MachineFacts | None]) -> list[MachineFacts | Non
 
 def not_understood(name: str, error: BadMessage) -> Finding:
     """The finding for a machine whose messages cannot be used."""
-    advice = f"install the same evenstep on all machines; keep strangers out with the same {TOKEN} on all of them"
+    advice = f"install the same evenstep on all machines; keep other programs out with the same {TOKEN} on all of them"
     return Finding(name, "bad", str(error), advice)
 
 

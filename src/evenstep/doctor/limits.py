@@ -34,7 +34,7 @@ def cores(groups: Groups | None = None) -> Finding:
     present, allowed, usable = os.cpu_count() or 1, cores_by_affinity(), usable_cores(quota)
     numbers = {"cores": usable, "cores_present": present, "cores_by_affinity": allowed, "cores_by_quota": quota}
     if quota is not None and quota < allowed:
-        said = f"{allowed} of {present} are seen, but the control group allows the time of {quota:g}"
+        said = f"{allowed} of {present} are seen, but the cgroup allows CPU time for {quota:g}"
         advice = f"evenstep counts with {usable}; for other programs OMP_NUM_THREADS={usable}: more threads are paused"
         return Finding("cores", "warn", said, advice, numbers)
     why = "" if allowed == present else " (affinity: taskset, Slurm or a container allows no more)"
@@ -65,7 +65,7 @@ def memory(groups: Groups | None = None) -> Finding:
     free = machine.available if limit is None else max(0, min(machine.available, limit[0] - limit[1]))
     is_limited = limit is not None and limit[0] < machine.total
     numbers = {"memory_bytes": total, "free_bytes": free, "machine_bytes": machine.total}
-    whose = f" (limit of the control group; the machine has {size(machine.total)})" if is_limited else ""
+    whose = f" (cgroup limit; the machine has {size(machine.total)})" if is_limited else ""
     status: Status = "bad" if free < TOO_LITTLE_MEMORY else "warn" if free < LITTLE_MEMORY else "good"
     advice = "" if status == "good" else "every rank takes about 300 MiB before its model: end other programs"
     if advice and is_limited:

@@ -23,8 +23,8 @@ MOST_LINES = 15
 MAX_MESSAGE_LINES = 4
 MAX_LINE_CHARS = 1000
 KILLED = "was ended by SIGKILL"
-"""Of a rank or the fork server, by somebody; not for want of memory."""
-KILLED_HINT = "Someone killed it: a person, a cluster, or a system that is short of memory."
+"""Of a rank or the fork server, from outside; not for want of memory."""
+KILLED_HINT = "It was killed from outside: by a user, the cluster, or the OOM killer."
 
 
 @dataclass(frozen=True)

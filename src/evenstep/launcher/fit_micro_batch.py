@@ -528,7 +528,7 @@ def _choice_in_words(plan: Plan, cut: Cut, search: Search, memory: StepMemory | 
     of = f" of {size(int(search.limit))}" if search.limit is not None else ""
     before = ""
     if plan.accumulate > 1:
-        before = ", as before" if cut.accumulate == plan.accumulate else f"; the {plan.accumulate} of before do not fit"
+        before = ", as before" if cut.accumulate == plan.accumulate else f"; the earlier {plan.accumulate} do not fit"
     return f"--micro auto: {parts} ({took}{of}){before}"
 
 
@@ -541,7 +541,7 @@ def _nothing_fits(plan: Plan, search: Search) -> str:
     else:
         smallest = list(cuts(search.place.share, search.least))[-1]
         forecast = needs(search.memory, search.place, smallest.size) if search.memory is not None else None
-        why = f"one of {smallest.size} sample{'s' * (smallest.size > 1)} is too large"
+        why = f"even one of {smallest.size} sample{'s' * (smallest.size > 1)} is too large"
         needed = f"needs {size(int(forecast))} by the forecast" if forecast is not None else ""
     free = f"{size(int(usable(search.limit)))} are free for a step" if search.limit is not None else ""
     numbers = ", ".join(part for part in (needed, free) if part)

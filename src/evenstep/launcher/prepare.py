@@ -292,7 +292,7 @@ def _drop_shares(values: dict[str, Any]) -> list[str]:
     if shares is None:
         return []
     given = ",".join(map(str, shares))
-    return [f"the shares {given} were those of {len(shares)} devices, and this run has {num}: they are dropped"]
+    return [f"--shares {given} was for {len(shares)} devices, and this run has {num}; ignoring it"]
 
 
 def _drop_link(values: dict[str, Any]) -> list[str]:
@@ -302,7 +302,7 @@ def _drop_link(values: dict[str, Any]) -> list[str]:
     if link is None or is_used:
         return []
     del values["link"]
-    return [f"--link {link} was that of several CPU processes, and this run has none: it is dropped"]
+    return [f"--link {link} needs several CPU processes, and this run has none; ignoring it"]
 
 
 def _drop_offload(values: dict[str, Any]) -> list[str]:
@@ -312,7 +312,7 @@ def _drop_offload(values: dict[str, Any]) -> list[str]:
     if not values.get("cpu_offload") or is_used:
         return []
     del values["cpu_offload"]
-    return ["--cpu-offload was that of shards on GPUs, and this run has none: it is dropped"]
+    return ["--cpu-offload needs shards on GPUs, and this run has none; ignoring it"]
 
 
 def _dropped(order: Order | None) -> list[str]:

@@ -182,7 +182,7 @@ def _unused(script: Script, folder: Path) -> str:
     alone = {path.name for path in folder.glob(f"logs/**/rank*.{ALONE}")}
     if 1 < script.num == len(alone):
         return (
-            f"warning: {script.name} never joined its {script.num} processes, so each trained a model of its own; see "
+            f"warning: {script.name} never joined its {script.num} processes, so each trained its own model; see "
             '"Your own loop" in the README'
         )
     if not script.is_module and only_defines_task(Path(script.name).read_text(errors="replace")):

@@ -111,8 +111,8 @@ def _twice(found: Match, names: Sequence[str], _: Situation) -> str:
 
 def _slice(_: Match, __: Sequence[str], ___: Situation) -> str:
     return (
-        "a parameter was used outside of the forward of its layer, where fsdp has this rank's slice of it alone.\n"
-        "Use it inside that layer, use ddp, or, in a loop of your own, show a step to team.wrap(model, sample=...)"
+        "a parameter was used outside its layer's forward, where fsdp holds only this rank's shard of it.\n"
+        "Use it inside that layer, use ddp, or, in a custom loop, pass a step to team.wrap(model, sample=...)"
     )
 
 
@@ -205,21 +205,21 @@ def _too_late(found: Match, _: Sequence[str], __: Situation) -> str:
     milliseconds = next((group for group in found.groups() if group), None)
     after = f" for {int(milliseconds) / 1000:g} s" if milliseconds else ""
     return (
-        f"this rank waited{after} in a collective to which another rank did not come: that one is stuck, has ended, or "
-        "took\nanother path (a collective under `if rank == 0`, or a loop of another length)"
+        f"this rank waited{after} in a collective that another rank did not call: that rank is stuck, has ended, or "
+        "took\nanother path (a collective under `if rank == 0`, or a loop of a different length)"
     )
 
 
 def _nobody_there(found: Match, _: Sequence[str], __: Situation) -> str:
     return (
-        f"nothing answers at {found['host']}:{found['port']}: rank 0 has not started or has ended, that address "
-        "(MASTER_ADDR,\nMASTER_PORT) is not its own, or a firewall lies between"
+        f"nothing answers at {found['host']}:{found['port']}: rank 0 has not started or has ended, this is not "
+        "its address\n(MASTER_ADDR, MASTER_PORT), or a firewall blocks it"
     )
 
 
 def _missing_ranks(found: Match, _: Sequence[str], __: Situation) -> str:
-    came = f"{found['came']} of {found['all']} ranks came" if found["came"] else "not all ranks came"
-    return f"{came} to the start in time: the others have failed before it (see their reports), or were never started"
+    came = f"{found['came']} of {found['all']} ranks joined" if found["came"] else "not all ranks joined"
+    return f"{came} in time: the others failed earlier (see their reports), or were never started"
 
 
 def _no_group(_: Match, __: Sequence[str], ___: Situation) -> str:

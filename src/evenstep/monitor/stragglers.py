@@ -74,7 +74,7 @@ class Straggler:
 
     def sentence(self) -> str:
         return (
-            f"rank {self.rank} is slow: it comes {self.seconds * 1e3:.0f} ms late to every step, from {self.reason} "
+            f"rank {self.rank} is slow: {self.seconds * 1e3:.0f} ms late in every step, due to {self.reason} "
             f"(its own {self.own_seconds * 1e3:.0f} ms against {self.others_seconds * 1e3:.0f} ms on the others)"
         )
 

@@ -46,7 +46,11 @@ def _costs_of_replicas(comparison: Comparison) -> list[str]:
         f"{before.label} {row.step_seconds.middle / before.step_seconds.middle:.2f}x the step"
         for row, before in _pairs(comparison, lambda row: replace(row, virtual_replicas=None))
     ]
-    return [f"The same bits on any number of devices (--virtual-replicas) cost: {', '.join(costs)}."] if costs else []
+    return (
+        [f"Bit-identical results on any number of devices (--virtual-replicas) cost: {', '.join(costs)}."]
+        if costs
+        else []
+    )
 
 
 def _pairs(comparison: Comparison, without: Callable[[Row], Row]) -> list[tuple[Row, Row]]:

@@ -88,7 +88,7 @@ def trials_of(hierarchical: Sending | None, num_bytes: int) -> list[LinkTrial]:
     smaller = [size for size in sizes if size * 2**20 < num_bytes]
     useful = sizes[: len(smaller) + 1]
     others = [LinkTrial(f"sent {where}, buckets of {size:g} MB", Sending(sums, size)) for size in useful]
-    return [LinkTrial("torch's DDP as it is", Sending()), *others]
+    return [LinkTrial("plain DDP", Sending()), *others]
 
 
 class AutoModel(DDPModel):
@@ -155,10 +155,7 @@ class AutoModel(DDPModel):
         if not faster:
             return []
         listed = ", ".join(f"--link {link} about {1e3 * one:.3g} ms" for link, one in faster.items())
-        return [
-            f"other trainings, with a faster step (estimated): {listed}; evenstep compare --links shows what they do "
-            "to the loss"
-        ]
+        return [f"inexact but faster (estimated): {listed}; evenstep compare --links shows their effect on the loss"]
 
     def _network_seconds(self, method: LinkMethod) -> float:
         shapes = [tuple(weight.shape) for weight in self.weights if weight.requires_grad]

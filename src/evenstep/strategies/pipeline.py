@@ -222,8 +222,8 @@ class StageModule(LossModule):
         # The stages between the first and the last call their blocks with what was seen then.
         if index in self._between and (now := _numbers(args, named)) != (seen := _numbers(*self._arguments[index])):
             raise TaskError(
-                f"block {index} gets {now} besides its input, and got {seen} when the model was cut; a pipeline needs "
-                "the same for every batch: let the block compute it from its input, use --stages 2 (not interleaved), "
+                f"block {index} got {now} as extra arguments, and {seen} when the model was split; they must be the "
+                "same for every batch: let the block compute it from its input, use --stages 2 (not interleaved), "
                 "or use fsdp"
             )
         return given
@@ -269,8 +269,8 @@ class StageModule(LossModule):
             if "meta" not in str(error):
                 raise
             raise TaskError(
-                "forward uses something behind its blocks, or reads numbers of it, that it computes before them, on "
-                f"another rank: {error}\ncompute it in the loss or in a block, or use fsdp"
+                "forward uses, after its blocks, a value that it computes before them, which only another rank has: "
+                f"{error}\ncompute it in the loss or in a block, or use fsdp"
             ) from error
 
     def forward(self, work: Callable[..., Any], *arguments: Any) -> Any:

@@ -46,7 +46,9 @@ ALONE_STYLE = "replicated_with_grad_allreduce"
 """A whole layer that each rank applies to its own heads: gradients are summed."""
 
 
-NOT_NUMBER_BY_NUMBER = "its outputs do not go number by number into one Linear, or through dropout used elsewhere too"
+NOT_NUMBER_BY_NUMBER = (
+    "its output does not reach exactly one Linear elementwise, or passes a dropout that is used elsewhere too"
+)
 Pairs = dict[tuple[tuple[str, ...], str], list[str]]
 """Linears, the one that takes what they gave, and the dropout layers between them."""
 
@@ -105,7 +107,7 @@ def _plan_of_attentions(model: nn.Module, num: int) -> SplitPlan:
         if not isinstance(layer, nn.MultiheadAttention):
             continue
         if type(layer) is not nn.MultiheadAttention or any(id(one) in tied for one in layer.parameters()):
-            plan.whole[name] = "it is a class of its own, or shares weights"
+            plan.whole[name] = "it is a subclass, or shares weights"
         elif layer.in_proj_weight is None or layer.bias_k is not None or layer.add_zero_attn:
             plan.whole[name] = "it has kdim, vdim, add_bias_kv or add_zero_attn"
         elif layer.num_heads < num:
@@ -128,7 +130,7 @@ def _add_pair(
     sources, target = pair
     width = model.get_submodule(target).in_features
     if isinstance(width, int) and width < num:
-        plan.whole |= dict.fromkeys((*sources, target), f"there are {width} numbers between them for {num} shards")
+        plan.whole |= dict.fromkeys((*sources, target), f"only {width} hidden features for {num} shards")
         return
     plan.pairs.append(pair)
     plan.dropouts |= dict.fromkeys(dropouts, sources[0])

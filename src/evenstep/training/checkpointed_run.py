@@ -541,7 +541,7 @@ class Run:
 
         none = {"replicas": "none"}
         changed = differences(before or none, now or none)
-        return [f"the bits may differ from those of the run before: {'; '.join(changed)}"] if changed else []
+        return [f"results may not be bit-identical to the run before: {'; '.join(changed)}"] if changed else []
 
     def _generators(self) -> list[dict[str, Any]]:
         """The states of random generators; ranks that compute one replica together draw the same numbers."""
@@ -577,7 +577,7 @@ _TAKEN = frozenset(files.State.__annotations__)
 def _refuse_taken(extra: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     taken = sorted(set(extra) & set(state))
     if taken:
-        raise TaskError(f"a checkpoint has a {taken[0]!r} of its own; save yours under another name")
+        raise TaskError(f"{taken[0]!r} is a reserved checkpoint key; save yours under another name")
 
 
 def _trained(model: DistributedModel) -> dict[str, bool]:

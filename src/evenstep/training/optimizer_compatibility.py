@@ -170,7 +170,7 @@ def _problem(rehearsal: Rehearsal, expected: list[torch.Tensor], advance: Advanc
         difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-300))
         if not difference < TOLERANCE:
             shape = " x ".join(map(str, theirs.shape))
-            return f"after {STEPS} steps a parameter of {shape} is off by {difference:.1g} of what it moved"
+            return f"after {STEPS} steps the update of a {shape} parameter has a relative error of {difference:.1g}"
     return None
 
 

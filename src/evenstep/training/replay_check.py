@@ -1,5 +1,7 @@
 """`--replay-every N`: every N steps, all devices compute one micro-batch of the next step, twice, and compare bits.
 
+Messages call it a recomputation check: a replay is one of a CUDA graph.
+
 The devices take turns in whose micro-batch it is. Batches and random numbers are pure functions, so each device can
 read the same samples and draw the same numbers; the weights are equal on all of them. Nothing of it stays: gradients
 are not accumulated, and buffers and generators are put back.
@@ -85,14 +87,14 @@ class ReplayCheck:
         self.num_odd += finding.outcome != "equal"
         yield Replay(step=step, replica=replica, outcome=finding.outcome, seconds=seconds, found=finding.text)
         if finding.outcome == "faulty":
-            raise TrainingError(f"replay check after step {step}: {finding.text}")
+            raise TrainingError(f"recomputation check after step {step}: {finding.text}")
         if finding.text:
-            yield from self._once(f"replay check after step {step}: {finding.text}")
+            yield from self._once(f"recomputation check after step {step}: {finding.text}")
 
     def summary(self, seconds: float) -> str:
         """In one line; `seconds` are those of the whole run."""
-        found = f"{self.num_odd} without equal bits" if self.num_odd else "all bits equal"
-        num = f"{self.num_checks} replay check{'s' * (self.num_checks != 1)}"
+        found = f"{self.num_odd} not bit-identical" if self.num_odd else "all bit-identical"
+        num = f"{self.num_checks} recomputation check{'s' * (self.num_checks != 1)}"
         return f"{num}, {found}; they took {self.seconds:.2f} s ({self.seconds / (seconds or 1):.1%} of the run)"
 
     def _once(self, line: str) -> Iterator[str]:
@@ -280,11 +282,11 @@ def judge(
                 text = f"{differs}, also with deterministic algorithms, and not on other devices"
             else:
                 names = " and ".join(devices[index].name for index in faulty)
-                text = f"{tensor} on {names} is not that of {devices[sound[0]].name}, time and again"
+                text = f"{tensor} on {names} repeatedly differs from that on {devices[sound[0]].name}"
             return ReplayFinding("faulty", f"{text}: {_FAULTY}", tensor)
         if faulty:
             names = " or ".join(devices[index].name for index in same)
-            text = f"{tensor} differs between devices, each of which repeats itself: {names} is faulty"
+            text = f"{tensor} differs between devices, each of which is consistent: {names} is faulty"
             return ReplayFinding("faulty", text, tensor)
     return ReplayFinding("nondeterministic", f"{differs}, {_cause(devices, more)}", tensor)
 

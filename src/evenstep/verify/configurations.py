@@ -84,7 +84,7 @@ def with_link(configs: list[Configuration], link: str | None) -> list[Configurat
         return configs
     if parse_link(link).is_local:
         raise PlanError(
-            f"--link {link} is another training than that of one device; see what it does to the loss: "
+            f"--link {link} does not match one device by design; see what it does to the loss: "
             f"evenstep compare TASK --links none,{link}"
         )
     able = [config for config in configs if STRATEGIES[config.strategy].links and len(config.devices) > 1]
@@ -97,7 +97,9 @@ def with_link(configs: list[Configuration], link: str | None) -> list[Configurat
 def _numbers(shares: str) -> Shares:
     numbers = parse_shares(shares)
     if numbers is None:
-        raise PlanError("auto takes more steps than are taken here; train with --shares auto, and give what it finds")
+        raise PlanError(
+            "--shares auto needs more steps than verify takes; give the numbers that train --shares auto finds"
+        )
     return numbers
 
 

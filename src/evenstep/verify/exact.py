@@ -89,7 +89,7 @@ class ExactCheck:
         if first is None:
             return Verdict(
                 is_same=True,
-                sentence=f"{self._config.label} has the bits of single",
+                sentence=f"{self._config.label} is bit-identical to single",
                 notes=tuple(self._notes),
                 parts=parts_of(self._found, lambda one: 0.0),
             )
@@ -117,7 +117,7 @@ class ExactCheck:
         when = f"at step {shown.step}" if shown.step else "before the first step"
         thing = THINGS[shown.part].format(name=shown.name)
         cause, operation = self._cause(first, reference, run)
-        sentence = f"{self._config.label} has other bits than single: {when}, {thing} differs"
+        sentence = f"{self._config.label} is not bit-identical to single: {when}, {thing} differs"
         verdict = Verdict.because(cause, sentence, self._notes)
         return replace(
             verdict,
@@ -168,7 +168,7 @@ class ExactCheck:
             "weights": "the optimizer step, or what combines the buffers of virtual replicas",
         }
         sentence = (
-            f"every operation of forward and backward gives the same bits; {reasons.get(shown.part, shown.part)} not"
+            f"every operation of forward and backward is bit-identical; {reasons.get(shown.part, shown.part)} is not"
         )
         return DifferenceCause(name="outside", sentence=sentence)
 
@@ -231,13 +231,13 @@ def _operation(found: FirstOperation, where: str) -> DifferenceCause:
         return DifferenceCause(
             name="draws",
             sentence=f"in {where}, {operation} draws other numbers than on single",
-            evidence=("single repeats its own bits",),
+            evidence=("single is bit-reproducible",),
             advice="Draw from torch's global generators, which --virtual-replicas seeds for each micro-batch.",
         )
     return DifferenceCause(
         name="operation",
-        sentence=f"in {where}, {operation} is the first operation that gives other bits",
-        evidence=("single repeats its own bits",),
+        sentence=f"in {where}, {operation} is the first operation whose result differs",
+        evidence=("single is bit-reproducible",),
         advice="Look for what differs between devices there: a state that is kept between calls, the rank, a kernel "
         "chosen by measuring.",
     )
@@ -245,10 +245,14 @@ def _operation(found: FirstOperation, where: str) -> DifferenceCause:
 
 def _not_repeatable(found: FirstOperation, traces: Traces, where: str) -> DifferenceCause:
     kernels = f"; torch has no deterministic kernel for {', '.join(traces.kernels)}" if traces.kernels else ""
-    what = "draws other numbers" if found.operation is not None and found.operation.draws else "gives other bits"
+    what = (
+        "draws different numbers"
+        if found.operation is not None and found.operation.draws
+        else "computes a different result"
+    )
     return DifferenceCause(
         name="not-repeatable",
-        sentence=f"single does not repeat its own bits: in {where}, {_named(found)} {what} in a second run{kernels}",
+        sentence=f"single is not bit-reproducible: in {where}, {_named(found)} {what} in a second run{kernels}",
         advice="Replace the operation by one with a deterministic kernel, and seed what draws.",
     )
 

@@ -152,7 +152,7 @@ def lines(
     good = sum(verdict.is_same for verdict in verdicts.values())
     num, checked = len(configs), len(configs) - len(unchecked)
     number = "all" if good == checked else good if unchecked else f"{good} of {num}"
-    match = "match single" if virtual_replicas is None else "have the bits of single"
+    match = "match single" if virtual_replicas is None else "are bit-identical to single"
     cut = "" if virtual_replicas is None else f" in {virtual_replicas} virtual replicas"
     what = f"{checked} of {num} strategies were checked: {number}" if unchecked else f"{number} strategies"
     yield f"{what} {match} (batch {batch}{cut}, {seconds:.0f} s)", "bold"

@@ -213,7 +213,7 @@ class Session:
 
     async def check(self, side: Side, reader: Reader) -> None:
         if not hmac.compare_digest(await reader.readexactly(DIGEST_BYTES), self.proof(side)):
-            raise WrongToken("a proof is wrong")
+            raise WrongToken("wrong token: a proof does not match")
 
     def write(self, side: Side, writer: Writer, message: Any) -> None:
         text = msgspec.json.encode(message)

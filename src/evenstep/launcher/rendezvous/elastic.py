@@ -248,7 +248,7 @@ class C10dRendezvous:
         if found is None:
             raise TrainingError(f"{self._host} has not sent its plan within {HEAD_SECONDS:.0f} s")
         if found["plan"] is None:
-            raise PlanError(f"{self._host} trains nothing: {found['refused']}")
+            raise PlanError(f"{self._host} refused to start: {found['refused']}")
         return Plan.from_json(found["plan"])
 
     def _read(self, store: Store, slots: Mapping[str, str], seconds: float) -> list[dict[str, Any]] | None:

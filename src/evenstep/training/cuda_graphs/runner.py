@@ -287,7 +287,7 @@ class Fast:
         recipe, state = self._recipe, changed_by(self._recipe)
         self._eager.settle()
         if not self._all(self._has_memory(num_bytes(state))):
-            return self._refused(shapes, "GPU memory does not hold the step twice", self._eager.take(batch))
+            return self._refused(shapes, "not enough GPU memory for a CUDA graph", self._eager.take(batch))
         before = copied(state)
         loss = self._eager.backward(batch)
         update = recipe.team.step(recipe.optimizer, clip=recipe.clip)
@@ -315,9 +315,7 @@ class Fast:
         if self._num_graphs == 1:
             self._trial = ReplayTrial()
         elif self._trial is None:
-            self.messages.append(
-                f"fast: batches of another shape are replayed too, by a CUDA graph: {len(self._graphs)}"
-            )
+            self.messages.append(f"fast: captured another batch shape; {len(self._graphs)} CUDA graphs in use")
 
     def _refused(self, shapes: Shapes, why: str, taken: Taken) -> Taken:
         """Without a graph for this shape; if there is none at all, without any."""

@@ -50,7 +50,7 @@ DEFAULT_TRIALS = 16
 MOST_NAME = 80
 """Characters of a task in the name of a study."""
 RESTARTS = 3
-"""Of a trial, after crashes: a rank that somebody killed is no fault of the trial's options."""
+"""Of a trial, after crashes: a rank that was killed from outside is no fault of the trial's options."""
 DYING_SECONDS = 10.0
 """How long the ranks of a command that was killed may take to end."""
 MOST_ENDS = 3

@@ -85,8 +85,8 @@ class PredictOptions:
         list[str] | None,
         typer.Option(
             metavar="LINK",
-            help="Network between machines (25gbit) or within one (nvlink, nvlink-h100, pcie); or seconds of latency "
-            "and bytes per second, such as 2e-5,3e9.",
+            help="Network between machines (25gbit) or within one (nvlink, nvlink-h100, pcie), or seconds of latency "
+            "and bytes per second, such as 2e-5,3e9; repeat to give both.",
         ),
     ] = None
     gpu: Annotated[
@@ -155,7 +155,7 @@ class PredictOptions:
 @app.command(epilog=EXAMPLES)
 @fields_as_options
 def predict(given: PredictOptions, output: OutputOptions) -> None:
-    """Predict the speed on more devices from measured steps, with a 90 % interval; --check prints its error so far.
+    """Predict the speed on more devices from measured steps, with a 90 % interval; --check shows how accurate that is.
 
     Exit code 1 if nothing can be predicted.
     """

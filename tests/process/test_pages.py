@@ -137,7 +137,7 @@ def test_the_chinese_page_has_the_sections_and_table_rows_of_the_english_one(pag
 
 def numbers_of_measured_rows(page: Path) -> list[list[str]]:
     """The numbers of each table row with an interval."""
-    rows = re.findall(r"^\|.*\([\d.]+ to [\d.]+\).*", page.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\|.*(?:\([\d.]+ to [\d.]+\)|（[\d.]+～[\d.]+）).*", page.read_text(), re.MULTILINE)
     return [re.findall(r"\d+(?:[.,]\d+)*", row) for row in rows]
 
 

@@ -16,6 +16,8 @@ from evenstep.data.augmentation import SampleTransform
 from evenstep.data.dataset import IdsOnDevice, open_source
 from evenstep.data.nested import map_tensors
 from evenstep.errors import TaskError
+from evenstep.sampling.order import Span
+from evenstep.sampling.samplers import Shuffled
 
 IDS = np.array([3, 0, 2])
 X = torch.arange(12.0).reshape(4, 3)
@@ -228,6 +230,15 @@ def test_ids_of_a_block_are_copied_to_the_device_once() -> None:
     # Another block, and the first again.
     assert on_device.find(block.copy()[5:7])._base is not first._base
     assert on_device.find(block[:3])._base is not first._base
+
+
+@pytest.mark.parametrize("num", [1000, 70_000])
+def test_batches_of_an_order_are_slices_of_a_block(num: int) -> None:
+    order = Shuffled().order(num, 0, 64)
+    on_device = IdsOnDevice(torch.device("meta"))
+    first, second = (on_device.find(order.ids(Span(0, start, start + 64))) for start in (64, 128))
+    assert first._base is not None
+    assert second._base is first._base
 
 
 def test_ids_on_a_device_are_those_that_were_asked_for() -> None:

@@ -176,14 +176,16 @@ def permuted(positions: Ids, num: int, key: tuple[int, int]) -> Ids:
     # A Feistel network permutes the numbers below a power of two; results outside the range go through it again.
     rounds = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(_ROUNDS)
     bits = (num - 1).bit_length()
-    ids = positions.astype(np.uint64)
+    # The array that owns the memory is one of int64: a batch is a slice of it, which GPU runs look up by its base.
+    permuted_ids = positions.astype(np.int64)
+    ids = permuted_ids.view(np.uint64)
     for start in range(0, len(ids), _PART):
         ids[start : start + _PART] = _feistel(ids[start : start + _PART], bits, rounds)
     outside = np.flatnonzero(ids >= num)
     while len(outside):
         ids[outside] = again = _feistel(ids[outside], bits, rounds)
         outside = outside[again >= num]
-    return ids.view(np.int64)
+    return permuted_ids
 
 
 def _feistel(values: Words, bits: int, rounds: Words) -> Words:

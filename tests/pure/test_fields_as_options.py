@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -10,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from evenstep.cli.app import fields_as_options
+from evenstep.cli.settings import TaskArguments
 
 
 @dataclass(frozen=True)
@@ -77,3 +79,20 @@ def test_help_lists_the_fields_in_their_order() -> None:
     assert "Show what was given." in shown
     places = [shown.index(text) for text in ("path", "--steps", "--kind", "--quiet")]
     assert places == sorted(places)
+
+
+def test_a_file_sets_them_where_the_wrapper_of_a_command_has_no_annotations(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in Python 3.14, where functools.update_wrapper does not copy them."""
+    app = typer.Typer()
+
+    @app.command()
+    @fields_as_options
+    def show(second: Second, given: TaskArguments) -> None:
+        print(second)
+
+    made = typer.main.get_command(app)
+    assert made.callback is not None
+    made.callback.__annotations__ = {}
+    Path("run.toml").write_text('kind = "b"\nquiet = true\n')
+    made(["--config", "run.toml", "a"], standalone_mode=False)
+    assert capsys.readouterr().out == "Second(kind='b', is_quiet=True)\n"

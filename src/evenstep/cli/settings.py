@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -68,7 +69,7 @@ def _apply(context: typer.Context, settings: Settings | None) -> Settings | None
     if settings is None:
         return None
     assert context.command.callback is not None
-    types = get_type_hints(context.command.callback)
+    types = _types(context.command.callback)
     flags = {flag: str(one.name) for one in context.command.params for flag in one.opts if one.name in types}
     known = {flag.removeprefix("--"): name for flag, name in flags.items() if flag.startswith("--")}
     defaults: dict[str, Any] = {}
@@ -81,6 +82,14 @@ def _apply(context: typer.Context, settings: Settings | None) -> Settings | None
         defaults[known[name]] = _read(f"{settings.path}: {key}", value, types[known[name]])
     context.default_map = {**(context.default_map or {}), **defaults}
     return settings
+
+
+def _types(callback: Callable[..., Any]) -> dict[str, Any]:
+    """By parameter."""
+    # Those of its signature: it is typer's wrapper, which has no `__annotations__` from Python 3.14 on.
+    parameters = inspect.signature(callback, eval_str=True).parameters.values()
+    kinds = {one.name: one.annotation for one in parameters}
+    return {name: get_args(kind)[0] if get_origin(kind) is Annotated else kind for name, kind in kinds.items()}
 
 
 def _unknown(key: str, known: Mapping[str, Any], context: typer.Context) -> str:

@@ -144,6 +144,7 @@ def test_a_trained_run_knows_its_gradients_by_its_checkpoint(tmp_path: Path) -> 
         (("my_task.py", "--devices", "0"), "--devices is '0'"),
         (("my_task.py", "--link", "fast"), "write 25gbit, nvlink"),
         (("my_task.py", "--gpu", "z9"), "unknown GPU 'z9'"),
+        (("my_task.py", "--parameters", "many"), "--parameters is 'many'; write a number such as 25.6M or 7B"),
         (("my_task.py", "--strategies", "dpp"), "unknown strategy 'dpp'"),
         (("my_task.py", "--strategies", ","), "--strategies is ','; name at least one"),
         (("my_task.py", "--machines", "1,2"), "--machines names 2 numbers"),
@@ -159,6 +160,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, words: tuple[str, ...]
     done = run("predict", *words, cwd=tmp_path, code=2)
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_misspelt_name_may_be_a_task_or_a_run(tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from evenstep.compare import measure_for_predict
 from evenstep.errors import BadInput
 from evenstep.plan import Plan
 from evenstep.predict.calibration import calibrate
@@ -28,7 +31,9 @@ from evenstep.predict.published import (
 from evenstep.predict.step_model import BUCKET, TIME_SLICE, Workload, limit_of, step_parts
 from evenstep.predict.typical_network import expected_over, link_of_pair
 from evenstep.record import Lane, Measurement, Record, RecordWriter, Timeline
+from evenstep.report.prediction import FOLDER
 from evenstep.strategy_facts import REFERENCE, STRATEGIES
+from tests.pure.conftest import Ended
 
 SLOW = Cluster(
     per_machine=8, inside=Link(latency=0.0, bandwidth=1e12), between=Link(latency=1e-5, bandwidth=1.25e9, name="10gbit")
@@ -241,6 +246,37 @@ def ten_steps(seconds: float, parts: dict[str, float], sent_bytes: int) -> Measu
         sent_bytes=sent_bytes,
         peak_bytes={},
     )
+
+
+@pytest.mark.parametrize(
+    ("cards", "said"),
+    [
+        ([], "--gpu needs runs on a GPU: a step on the CPU says nothing about one"),
+        (["NVIDIA L4"], "--gpu h100: from this GPU to it is not known; there are v100, a100, h100, h200"),
+    ],
+)
+def test_a_gpu_that_steps_here_cannot_be_scaled_to_is_refused_before_they_are_measured(
+    evenstep: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, cards: list[str], said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: cards[index])
+    ended = evenstep("predict", "digits", "--gpu", "h100")
+    assert (ended.code, ended.err) == (2, f"error: {said}\n")
+    assert not Path("runs").exists()
+
+
+def test_what_fails_after_measuring_is_no_bad_input_and_the_measurement_stays(
+    evenstep: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path("runs/mine")
+    folder.mkdir(parents=True)
+    (folder / FOLDER).touch()
+    records = [measured_record("single", 1, 0.010), measured_record("ddp", 2, 0.006)]
+    monkeypatch.setattr(measure_for_predict, "measure_baseline", lambda *_: (records, folder))
+    ended = evenstep("predict", "digits", "--devices", "4")
+    assert ended.code == 1
+    assert ended.err.startswith(f"error: {folder / FOLDER} cannot be written (File exists)")
+    assert ended.err.endswith("\nto predict from what was measured: evenstep predict runs/mine\n")
 
 
 def test_what_hidden_communication_takes_from_computing_is_measured() -> None:

@@ -22,7 +22,7 @@ ALLOWED = (
     "can be told apart",
     "model card",  # of the Hugging Face Hub
     "were told to use CPUs",
-    *('"cards"', "'cards'", "cards[0]", 'class="card'),  # a key of Records, and of styles
+    *('"cards"', "'cards'", 'class="card'),  # a key of Records, and of styles
     *("heartbeat.py: def beat(", ".beat(", 'f"beat/'),
 )
 

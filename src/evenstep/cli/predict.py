@@ -8,7 +8,8 @@ import os
 import re
 import shlex
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -164,14 +165,24 @@ def predict(given: PredictOptions, output: OutputOptions) -> None:
         return
     if given.target is None:
         raise BadInput("give a task or a run: evenstep predict my_task.py --devices 2,8 --link 25gbit; or --check")
-    question = _dividing(_question(given), given)
-    records, folder = _records(given.target, question, given, quiet=output.quiet)
-    _predict(records, folder, question, _number(given.parameters), as_json=output.as_json)
+    # All options are checked before a task is measured.
+    question, parameters, choices = _dividing(_question(given), given), _number(given.parameters), _choices(given)
+    where = Path(given.target)
+    if _is_run(given.target):
+        _refuse_unused(given.options, choices)
+        folder = where if where.is_dir() else where.parent
+        _predict(_read(given.target), folder, question, parameters, as_json=output.as_json)
+        return
+    _refuse_unknown(given.target)
+    with progress(quiet=output.quiet) as log:
+        records, folder = _measure(given.target, given.options, question, {"batch": given.batch, **choices}, log)
+    with _after_measuring(folder):
+        _predict(records, folder, question, parameters, as_json=output.as_json)
 
 
-def _records(target: str, question: Question, given: PredictOptions, *, quiet: bool) -> tuple[list[Record], Path]:
-    """Those of a run; or of a task, which is measured."""
-    choices = {
+def _choices(given: PredictOptions) -> dict[str, Any]:
+    """For a measurement."""
+    return {
         "precision": given.precision,
         "workers": given.workers,
         "threads": given.threads,
@@ -179,12 +190,15 @@ def _records(target: str, question: Question, given: PredictOptions, *, quiet: b
         "seed": given.seed,
         "out": given.out,
     }
-    if _is_run(target):
-        _refuse_unused(given.options, choices)
-        return _read(target), Path(target) if Path(target).is_dir() else Path(target).parent
-    _refuse_unknown(target)
-    with progress(quiet=quiet) as log:
-        return _measure(target, given.options, question, {"batch": given.batch, **choices}, log)
+
+
+@contextmanager
+def _after_measuring(folder: Path) -> Iterator[None]:
+    """The exit code of bad input says that nothing was started; by now, something was."""
+    try:
+        yield
+    except BadInput as error:
+        raise EvenstepError(f"{error}\nto predict from what was measured: evenstep predict {folder}") from error
 
 
 def _refuse_unknown(target: str) -> None:
@@ -385,9 +399,11 @@ def _measure(
     task: str, options: list[str] | None, question: Question, choices: dict[str, Any], log: Any
 ) -> tuple[list[Record], Path]:
     from evenstep.compare.compare_strategies import CompareRequest
-    from evenstep.compare.measure_for_predict import measure_baseline
+    from evenstep.compare.measure_for_predict import measure_baseline, refuse_gpu
     from evenstep.task_options import parse_options
 
+    if question.gpu is not None:
+        refuse_gpu(question.gpu)
     given = {**choices, "options": parse_options(options or [])}
     request = CompareRequest(
         source=task,

@@ -12,12 +12,12 @@ from statistics import median
 from evenstep.compare.compare_strategies import TRIAL, BlockRunner, CompareRequest
 from evenstep.compare.layer_costs import LookRequest, look_at_model
 from evenstep.compare.measure import Block
-from evenstep.distributed.devices import choose_devices
+from evenstep.distributed.devices import choose_devices, facts
 from evenstep.errors import EvenstepError, PlanError, Preempted, TaskError
 from evenstep.launcher.launch import run_in_processes, variant
 from evenstep.launcher.prepare import Prepared, free_name, label_of, load_strategies, prepare
 from evenstep.plan import RUNS
-from evenstep.predict.forecast import MICRO_BATCHES_A_STAGE
+from evenstep.predict.forecast import MICRO_BATCHES_A_STAGE, gpu_to_scale
 from evenstep.predict.model_division import FILE, ModelDivision
 from evenstep.record import Record
 from evenstep.report.comparison import marking_stop
@@ -50,6 +50,11 @@ def measure_baseline(
     base = prepare(request.source, {**request.choices, **first})
     with marking_stop(base.folder):
         return _measured(base, configs, request, log, ranks), base.folder
+
+
+def refuse_gpu(gpu: str) -> None:
+    """Refuse a GPU to which what would be measured here cannot be scaled."""
+    gpu_to_scale(gpu, choose_devices(1)[0].partition(":")[0], facts()["cards"])
 
 
 def _measured(

@@ -542,18 +542,13 @@ class Forecaster:
 
     @cached_property
     def _own_gpu(self) -> str | None:
-        cards = self.calibration.observed[0].record.machine.get("cards") or [""]
-        return next((name for name in NVLINK if name in str(cards[0]).lower()), None)
+        return _gpu_of(self.calibration.observed[0].record.machine.get("cards") or [])
 
     def _change_gpu(self, gpu: str) -> None:
         """Between what arithmetic and what memory would give: nobody measured which of them limits this task."""
-        if self.calibration.kind != "cuda":
-            raise BadInput("--gpu needs runs on a GPU: a step on the CPU says nothing about one")
-        own = self._own_gpu
+        own = gpu_to_scale(gpu, self.calibration.kind, self.calibration.observed[0].record.machine.get("cards") or [])
         if own == gpu:
             return
-        if own not in GPUS or gpu not in GPUS:
-            raise BadInput(f"--gpu {gpu}: from {own or 'this GPU'} to it is not known; there are {', '.join(GPUS)}")
         here, there = GPUS[own], GPUS[gpu]
         half = self.calibration.observed[0].record.plan.precision in ("bf16", "fp16")
         arithmetic = (here.half_tflops / there.half_tflops) if half else (here.full_tflops / there.full_tflops)
@@ -669,6 +664,21 @@ def _why_no_stages(name: str, division: ModelDivision, arranged: Arrangement, ma
         fewer = f"--mesh {STRATEGIES[name].model_axis}={len(division.blocks) // chunks_of(arranged.schedule)}"
         return f"it needs {needed:,} blocks, and the model has {len(division.blocks)}; use fewer stages: {fewer}"
     return ""
+
+
+def _gpu_of(gpus: Sequence[object]) -> str | None:
+    """The name of the first GPU of a machine, as links and data sheets have it."""
+    return next((name for name in NVLINK if name in str(gpus[0]).lower()), None) if gpus else None
+
+
+def gpu_to_scale(gpu: str, kind: str, gpus: Sequence[object]) -> str:
+    """The GPU of a machine whose steps can be scaled to those of another, or of the same; refused if they cannot."""
+    if kind != "cuda":
+        raise BadInput("--gpu needs runs on a GPU: a step on the CPU says nothing about one")
+    own = _gpu_of(gpus)
+    if own is None or (own != gpu and not {own, gpu} <= {*GPUS}):
+        raise BadInput(f"--gpu {gpu}: from {own or 'this GPU'} to it is not known; there are {', '.join(GPUS)}")
+    return own
 
 
 def expectation(records: Sequence[Record]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Options of a task that are refused before anything starts."""
+"""Options of a task, and of torchrun, that are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
+from torch.distributed.run import get_args_parser
 
+from evenstep.cli import app
 from tests.process.test_options import TASK
 from tests.pure.conftest import Ended
 
@@ -70,3 +73,20 @@ def test_metrics_that_are_no_function_show_one(evenstep: Callable[..., Ended]) -
 def test_a_mistyped_field_of_a_task_is_named(evenstep: Callable[..., Ended]) -> None:
     Path("my_task.py").write_text(TASK.replace("loss=lambda", "losss=lambda"))
     assert "did you mean loss?" in evenstep("train", "my_task.py").err
+
+
+OF_TORCHRUN = [name for action in get_args_parser()._actions for name in action.option_strings]
+
+
+@pytest.mark.parametrize("option", OF_TORCHRUN)
+def test_an_option_of_torchrun_works_or_the_error_says_what_to_write(
+    evenstep: Callable[..., Ended], option: str
+) -> None:
+    run = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    if option.replace("_", "-") in {"-h", "--help", *(flag for one in run.params for flag in one.opts)}:
+        return
+    for words in ((option, "1"), (f"{option}=1",)):
+        ended = evenstep("run", "--nproc-per-node", "2", *words, "train.py")
+        assert (ended.code, Path("runs").exists()) == (2, False)
+        assert ended.err.startswith(f"error: evenstep run has no option {option}; ")
+        assert any(advice in ended.err for advice in ("; omit it", "; write ", "; give ")), ended.err

@@ -97,7 +97,8 @@ class RunOptions:
 def run(context: typer.Context, given: RunOptions, theirs: HiddenTorchrunOptions) -> None:
     """Run a script in several processes, like torchrun; ARGS after SCRIPT are passed to it.
 
-    Most torchrun options work; for any other, the error says what to write.
+    torchrun's options for processes, machines and restarts work; for any other,
+    the error says what to write.
 
     Shows the output of rank 0 and the errors of all ranks; all output is in
     runs/DATE-TIME-SCRIPT/logs.

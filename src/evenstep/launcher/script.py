@@ -35,18 +35,30 @@ SPELLINGS = ("--local-rank", "--local_rank")
 DECLARE = ("add_argument", "option")
 """The calls that declare an option in argparse and click."""
 IN_RUNS = "omit it: each rank's output is in a folder below runs/, or below that of --out"
+SEARCHED = "omit it, and search each rank's output for these words, in a folder below runs/, or below that of --out"
 NOT_OURS = {
     "--log-dir": "write --out DIR: each rank's output is in a folder below it",
     "--redirects": IN_RUNS,
     "-r": IN_RUNS,
     "--tee": IN_RUNS,
     "-t": IN_RUNS,
+    "--logs-specs": IN_RUNS,
+    "--local-ranks-filter": "omit it: rank 0 is shown, and each rank's output is in a folder below runs/",
+    "--duplicate-stdout-filters": SEARCHED,
+    "--duplicate-stderr-filters": SEARCHED,
+    "--event-log-handler": "omit it: failures and restarts are printed",
     "--no-python": "give a Python script, or a module after -m",
     "--run-path": "omit it",
     "--start-method": "omit it: processes are forked, or new with --fresh",
     "--local-addr": "omit it: the address is the one that leads to the first machine",
+    "--role": "omit it: all processes have the role `default`",
+    "--monitor-interval": "omit it: processes are checked many times a second",
+    "--shutdown-timeout": "omit it: after a signal, the script may take as long as it needs",
+    "--signals-to-handle": "omit it: SIGINT, SIGTERM, SIGHUP and SIGUSR1 are forwarded to the script",
+    "--virtual-local-rank": "omit it: each process sees all GPUs, and LOCAL_RANK is the index of its own",
+    "--numa-binding": "omit it: processes are not bound to cores; numactl can start evenstep on those of one node",
 }
-"""Options of torchrun, and what to write instead."""
+"""Options of torchrun that are not accepted, and what to write instead."""
 OWN = ("--devices", "--machines", "--rendezvous", "--restarts", "--module", "--stall-after", "--out", "--fresh")
 """Options that are no torchrun's."""
 

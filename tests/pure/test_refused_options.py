@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import typer
 from torch.distributed.run import get_args_parser
 
 from evenstep.cli import app
+from evenstep.cli.run import HiddenTorchrunOptions
+from evenstep.launcher.script import TorchrunOptions
 from tests.process.test_options import TASK
 from tests.pure.conftest import Ended
 
@@ -90,3 +93,7 @@ def test_an_option_of_torchrun_works_or_the_error_says_what_to_write(
         assert (ended.code, Path("runs").exists()) == (2, False)
         assert ended.err.startswith(f"error: evenstep run has no option {option}; ")
         assert any(advice in ended.err for advice in ("; omit it", "; write ", "; give ")), ended.err
+
+
+def test_options_of_torchrun_that_work_and_are_not_shown_are_those_that_are_read() -> None:
+    assert [one.name for one in fields(HiddenTorchrunOptions)] == [one.name for one in fields(TorchrunOptions)]

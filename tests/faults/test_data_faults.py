@@ -44,7 +44,7 @@ def test_a_gradient_that_is_nan_on_one_rank_is_never_saved_and_its_parameter_nam
     later = train("--restarts", "2", fault=fail("nan gradient", rank=1, step=8), name="two")
     assert later.code == 1
     assert later.report[0].startswith("the loss is nan at step 9")
-    assert "0.weight is not finite since an earlier step" in "\n".join(later.report)
+    assert "0.weight is not finite: in an earlier step a gradient was not finite" in "\n".join(later.report)
 
 
 @pytest.mark.parametrize("devices", [2, 3])

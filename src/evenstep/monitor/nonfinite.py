@@ -36,7 +36,8 @@ def explain(world: World, model: DistributedModel, loss: NonFiniteMean) -> str:
     names = [name for name, weight in model.module.named_parameters() if not is_finite(weight)]
     if any(world.gather(bool(names))):
         known = f"{names[0]} is" if names else "Some weights are"
-        advice = f"{known} not finite since an earlier step, where the loss was and a gradient was not. Try --clip 1.0."
+        why = "in an earlier step a gradient was not finite, although the loss was"
+        advice = f"{known} not finite: {why}. Try --clip 1.0."
     elif every and BAD_DATA in every[0]:
         advice = "The weights were not changed by this step. Correct these samples, or leave them out."
     else:

@@ -144,7 +144,11 @@ def test_pods_request_cores_beside_their_gpus(evenstep: Callable[..., Ended]) ->
         ("slurm digits lrr=3", "task() has no option lrr"),
         ("slurm digits --requeue", "leave --requeue out: the script for Slurm has it already"),
         ("slurm digits --image a:1", "--image is an option of evenstep manifest jobset and trainjob"),
-        ("slurm digits --rendezvous here:1", "leave --rendezvous out: the generated file sets it"),
+        ("slurm digits --rendezvous here:1", "leave --rendezvous out: under Slurm, evenstep finds the first node"),
+        ("slurm digits -- --name mine", "leave --name out: under Slurm, a run is named after its task and its job"),
+        ("slurm digits -- --machines=2", "write --machines before --: the generated file sets it"),
+        ("jobset digits --image x --rendezvous here:1", "leave --rendezvous out: pods find each other by torchrun's"),
+        ("trainjob digits --image x -- --name mine", "write --name before --: it names both the job and the run"),
         ("slurm --audit digits", "expected TASK, found --audit; write TASK first"),
         ("slurm digits --name Mine", "'Mine' cannot name a job; use up to 50 of a to z"),
         (

@@ -32,8 +32,18 @@ evenstep manifest {kind} my_task.py lr=0.1 --epochs 10 --machines 2 --devices 4 
 POD = "--image registry/me/train:1 --volume training:/work "
 ON_KUBERNETES = EXAMPLES.format(kind="{kind}", pod=POD, file="job.yaml", start="kubectl apply -f")
 ON_SLURM = EXAMPLES.format(kind="slurm", pod="", file="job.sh", start="sbatch --partition gpu --time 4:00:00")
-NOT_PASSED = ("--machines", "--devices", "--rendezvous", "--name")
-"""Options of `evenstep train` that the file itself decides."""
+OF_FILES = {name: f"write {name} before --: the generated file sets it" for name in ("--machines", "--devices")}
+NOT_IN_PODS = {
+    **OF_FILES,
+    "--name": "write --name before --: it names both the job and the run",
+    "--rendezvous": "leave --rendezvous out: pods find each other by torchrun's variables",
+}
+NOT_UNDER_SLURM = {
+    **OF_FILES,
+    "--name": "leave --name out: under Slurm, a run is named after its task and its job: each job has its own",
+    "--rendezvous": "leave --rendezvous out: under Slurm, evenstep finds the first node of the job",
+}
+"""Options of `evenstep train` that are not passed on, and what to do instead."""
 OF_PODS = ("--image", "--volume")
 """Options of files for Kubernetes alone."""
 PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -139,13 +149,13 @@ def _job(context: typer.Context, given: KubernetesOptions | SlurmOptions) -> Clu
     task = given.task
     if task.startswith("-"):
         raise BadInput(f"expected TASK, found {shorten(task)}; write TASK first: my_task.py {task} ...")
-    _check_training([task, *context.args])
+    _check_training([task, *context.args], NOT_UNDER_SLURM if isinstance(given, SlurmOptions) else NOT_IN_PODS)
     command = ("evenstep", "train", task, *context.args)
     name = name_of(task) if given.name is None else given.name
     return ClusterJob(name, command, given.machines, given.devices, cpus=given.cpus)
 
 
-def _check_training(words: Sequence[str]) -> None:
+def _check_training(words: Sequence[str], not_passed: Mapping[str, str]) -> None:
     """Refuse now what `evenstep train` would refuse in the job."""
     for word in words:
         name = word.partition("=")[0]
@@ -153,8 +163,8 @@ def _check_training(words: Sequence[str]) -> None:
             raise BadInput(f"{name} is an option of evenstep manifest jobset and trainjob; Slurm has no images")
         if name == "--requeue":
             raise BadInput("leave --requeue out: the script for Slurm has it already, and Kubernetes replaces pods")
-        if name in NOT_PASSED:
-            raise BadInput(f"leave {name} out: the generated file sets it; see evenstep manifest --help")
+        if name in not_passed:
+            raise BadInput(not_passed[name])
     group = typer.main.get_command(app)
     command = group.get_command(typer.Context(group), "train")  # type: ignore[attr-defined]
     with command.make_context("evenstep train", list(words)) as context:

@@ -9,6 +9,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from evenstep.training import fused_optimizer
 from evenstep.training.fused_optimizer import MOST, FusedAdam, Sliced, cut, slice_length
 
+CPU = torch.device("cpu")
 KINDS = {
     "Adam": lambda weights: Adam(weights, lr=0.01, fused=True),
     "amsgrad": lambda weights: Adam(weights, lr=0.01, fused=True, amsgrad=True),
@@ -76,14 +77,15 @@ def test_lists_that_are_made_once_end_where_torch_ends(kind: str) -> None:
     groups = {**KINDS, "two groups": lambda weights: AdamW([{"params": [one]} for one in weights], fused=True)}
     one, other = made(), made()
     ours, theirs = groups[kind](one), groups[kind](other)
-    quick = FusedAdam(ours)
+    flag = torch.zeros(())
+    quick = FusedAdam(CPU, flag)
     taken = []
     for number in range(6):
         for weight in (*one, *other):
             weight.grad = torch.sin(weight.detach() * (number + 1))
         for optimizer in (ours, theirs):
             optimizer.param_groups[0]["lr"] = 0.01 / (number + 1)
-        taken.append(quick.step(torch.zeros(())))
+        taken.append(quick.step(ours))
         if not taken[-1]:
             ours.step()
         theirs.step()
@@ -92,7 +94,8 @@ def test_lists_that_are_made_once_end_where_torch_ends(kind: str) -> None:
     assert all(map(torch.equal, one, other))
     before = [torch.clone(held) for held in held_by(ours)]
     assert all(map(torch.equal, before, held_by(theirs)))
-    assert quick.step(torch.ones(()))
+    flag.fill_(1)
+    assert quick.step(ours)
     assert all(map(torch.equal, before, held_by(ours)))
     assert all(map(torch.equal, one, other))
 
@@ -104,16 +107,16 @@ def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
 def test_torch_takes_the_step_where_a_weight_has_no_gradient_and_after_a_change() -> None:
     weights = made()
     optimizer = AdamW(weights, fused=True)
-    quick = FusedAdam(optimizer)
+    quick = FusedAdam(CPU, torch.zeros(()))
     descend(optimizer, weights, False)
-    assert quick.step(torch.zeros(()))
+    assert quick.step(optimizer)
     weights[1].grad = None
-    assert not quick.step(torch.zeros(()))
+    assert not quick.step(optimizer)
     weights[1].grad = torch.ones(7)
     optimizer.load_state_dict(optimizer.state_dict())
-    assert quick.step(torch.zeros(()))
+    assert quick.step(optimizer)
     assert float(optimizer.state[weights[0]]["step"]) == 5
-    assert not FusedAdam(SGD(weights, fused=True)).step(torch.zeros(()))
+    assert not FusedAdam(CPU).step(SGD(weights, fused=True))
 
 
 def test_lists_that_cannot_be_made_are_not_tried_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,19 +125,19 @@ def test_lists_that_cannot_be_made_are_not_tried_in_every_step(monkeypatch: pyte
     tried: list[int] = []
     make = fused_optimizer._adam_lists
     monkeypatch.setattr(fused_optimizer, "_adam_lists", lambda *words: tried.append(1) or make(*words))
-    quick = FusedAdam(optimizer)
+    quick = FusedAdam(CPU, torch.zeros(()))
     for weight in weights[:-1]:
         weight.grad = torch.ones_like(weight)
     for _ in range(4):
-        assert not quick.step(torch.zeros(()))
+        assert not quick.step(optimizer)
         optimizer.step()
     # Before the first step, and when there is a state.
     assert len(tried) == 2
     quick.recheck()
-    assert not quick.step(torch.zeros(()))
+    assert not quick.step(optimizer)
     assert len(tried) == 3
     weights[-1].grad = torch.ones_like(weights[-1])
-    assert not quick.step(torch.zeros(()))
+    assert not quick.step(optimizer)
     optimizer.step()
-    assert quick.step(torch.zeros(()))
+    assert quick.step(optimizer)
     assert len(tried) == 4

@@ -440,12 +440,17 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     With hooks, under a profiler, and for any step that is not torch's own, it is the whole call.
     """
     step, bare = _steps_of(optimizer)
-    if bare is None or _has_listeners(optimizer) or optimizer.defaults.get("differentiable"):
+    if bare is None or _has_listeners(optimizer):
         optimizer.step()
         return
     note_step_for_scheduler(optimizer, step)
     with torch.no_grad():
         bare(optimizer)
+
+
+def is_bare(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `update` takes nothing but the step that torch has for it."""
+    return has_torch_step(optimizer) and not _has_listeners(optimizer)
 
 
 def has_torch_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -462,7 +467,14 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> tuple[Any, Callable[[torch.op
 
 
 def _has_listeners(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(has_step_hooks(optimizer) or hooks_before_steps or hooks_after_steps or is_profiling())
+    """Hooks, torch's profiler, or autograd, if the step is differentiable."""
+    return bool(
+        has_step_hooks(optimizer)
+        or hooks_before_steps
+        or hooks_after_steps
+        or is_profiling()
+        or optimizer.defaults.get("differentiable")
+    )
 
 
 @cache

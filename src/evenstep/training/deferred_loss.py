@@ -182,7 +182,7 @@ class LateSteps(Eager):
         self.observes = False
         """Whether to note which parameters had a gradient."""
         self.reached: list[bool] = []
-        self._adam = FusedAdam(recipe.optimizer)
+        self._adam = FusedAdam(recipe.team.world.device, self.guard.flag)
         self._may_be_late = reads_late(recipe.team, recipe.model.weights)
         # Not by hooks, which may be on one rank only: ranks read, and so agree to stop, after the same step.
         self.lag = LAG if self._may_be_late and is_fused(recipe.optimizer) else self.lag
@@ -216,7 +216,7 @@ class LateSteps(Eager):
 
     def _update_weights(self, optimizer: torch.optim.Optimizer) -> None:
         start_momentum(optimizer)
-        if not self._adam.step(self.guard.flag):
+        if not self._adam.step(optimizer):
             with self.guard.stopping(optimizer):
                 update(optimizer)
         forget_gradients(optimizer)

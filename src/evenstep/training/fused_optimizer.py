@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
+from types import NoneType
 from typing import Any
 
 import torch
@@ -99,37 +101,50 @@ class FusedAdam:
     torch makes them in every step, and groups them by device and type: a tenth of what the host does in a small one.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, device: torch.device, flag: torch.Tensor | None = None) -> None:
+        self._flag = flag
+        """On the device: a step does nothing where it is 1."""
+        self._one, self._counted = torch.ones((), device=device), torch.ones((), device=device)
         self._state: Any = None
         self._sizes = 0, 0
         """Of the state and of the groups when the lists were made, or found not to be usable."""
         self._lists: list[AdamLists] = []
-        self._one = self._counted = torch.ones(())
 
     def recheck(self) -> None:
         """The optimizer may have been changed between two steps."""
         self._state = None
 
-    def step(self, flag: torch.Tensor) -> bool:
-        """One step, which does nothing where `flag` is 1; False if torch has to take it itself."""
-        optimizer = self._optimizer
+    def step(self, optimizer: Optimizer) -> bool:
+        """One step; False if torch has to take it itself.
+
+        Without a flag, in loops of the user's own, what the lists hold is compared with the optimizer in every step.
+        """
         if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or is_profiling():
             return False
         sizes = len(optimizer.state), len(optimizer.param_groups)
-        if self._state is not optimizer.state or self._sizes != sizes:
-            self._one, self._counted = torch.ones_like(flag), torch.ones_like(flag)
+        is_known = self._state is optimizer.state and self._sizes == sizes
+        if not is_known or (self._flag is None and self._lists and not self._hold(optimizer)):
             self._lists = _adam_lists(optimizer, self._counted)
             self._state, self._sizes = optimizer.state, sizes
         gradients = [[weight.grad for weight in lists.weights] for lists in self._lists]
-        if not self._lists or any(gradient is None for of_group in gradients for gradient in of_group):
+        # `None in of_group` would compare tensors.
+        if not self._lists or any(NoneType in map(type, of_group) for of_group in gradients):
             return False
         note_step_for_scheduler(optimizer, getattr(optimizer, "__dict__", {}).get("step", type(optimizer).step))
         with torch.no_grad():
-            torch.sub(self._one, flag, out=self._counted)
+            if self._flag is not None:
+                torch.sub(self._one, self._flag, out=self._counted)
             for lists, group, of_group in zip(self._lists, optimizer.param_groups, gradients, strict=True):
-                lists.update(group, of_group, flag)
+                lists.update(group, of_group, self._flag)
         return True
+
+    def _hold(self, optimizer: Optimizer) -> bool:
+        """Whether the lists are still what the optimizer has."""
+        held = [state for lists in self._lists for state in lists.states]
+        if {*map(id, held)} != {*map(id, optimizer.state.values())}:
+            return False
+        groups = zip(self._lists, optimizer.param_groups, strict=True)
+        return all(lists.are_of(group) for lists, group in groups)
 
 
 @dataclass(slots=True)
@@ -137,6 +152,7 @@ class AdamLists:
     """What the kernel takes of one group of parameters, besides the gradients."""
 
     weights: list[torch.Tensor]
+    states: list[dict[str, Any]]
     averages: list[torch.Tensor]
     squares: list[torch.Tensor]
     largest: list[torch.Tensor]
@@ -145,7 +161,18 @@ class AdamLists:
     counted: list[torch.Tensor]
     """What is added to each of these, always the same tensor: adding a tensor itself would read it."""
 
-    def update(self, group: Mapping[str, Any], gradients: list[Any], flag: torch.Tensor) -> None:
+    def are_of(self, group: Mapping[str, Any]) -> bool:
+        """Whether the group has these weights and this state, and options that the kernel takes."""
+        kept = [(STATE[0], self.averages), (STATE[1], self.squares), (STATE[2], self.steps)]
+        if group["amsgrad"] or self.largest:
+            kept.append((LARGEST, self.largest))
+        return (
+            _is_usual(group)
+            and _are_same(group["params"], self.weights)
+            and all(_are_same([state.get(name) for state in self.states], tensors) for name, tensors in kept)
+        )
+
+    def update(self, group: Mapping[str, Any], gradients: list[Any], flag: torch.Tensor | None) -> None:
         foreach_add_(self.steps, self.counted)
         beta1, beta2 = group["betas"]
         kernel = fused_adamw_ if group["decoupled_weight_decay"] else fused_adam_
@@ -168,23 +195,42 @@ class AdamLists:
         )
 
 
+STATE, LARGEST = ("exp_avg", "exp_avg_sq", "step"), "max_exp_avg_sq"
+"""What Adam keeps of a parameter, and what amsgrad keeps beside it."""
+
+
 def _adam_lists(optimizer: Optimizer, counted: torch.Tensor) -> list[AdamLists]:
     """For each group; none at all where one is not plain, or has taken no step yet."""
     found = []
     for group in optimizer.param_groups:
         weights = group["params"]
         states = [optimizer.state.get(weight, {}) for weight in weights]
-        names = ("exp_avg", "exp_avg_sq", "step", *["max_exp_avg_sq"] * group["amsgrad"])
-        kinds = {(weight.device, weight.dtype) for weight in weights}
+        names = (*STATE, *[LARGEST] * group["amsgrad"])
+        kinds = {(type(weight), weight.device, weight.dtype) for weight in weights}
         is_plain = len(kinds) == 1 and weights[0].device == counted.device and not weights[0].is_complex()
-        is_usual = not group["capturable"] and not group["differentiable"] and "decoupled_weight_decay" in group
-        has_rate = not isinstance(group["lr"], torch.Tensor)
-        if not (is_plain and is_usual and has_rate and all(name in state for state in states for name in names)):
+        is_own = all(type(weight) in (torch.Tensor, nn.Parameter) for weight in weights)
+        has_all = all(name in state for state in states for name in names)
+        if not (is_plain and is_own and _is_usual(group) and has_all):
             return []
-        averages, squares, steps = ([state[name] for state in states] for name in names[:3])
-        largest = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
-        found.append(AdamLists(list(weights), averages, squares, largest, steps, [counted] * len(weights)))
+        averages, squares, steps = ([state[name] for state in states] for name in STATE)
+        largest = [state[LARGEST] for state in states] if group["amsgrad"] else []
+        found.append(AdamLists(list(weights), states, averages, squares, largest, steps, [counted] * len(weights)))
     return found
+
+
+def _is_usual(group: Mapping[str, Any]) -> bool:
+    """Whether the kernel takes the options of a group as they are."""
+    numbers = group["lr"], *group["betas"]
+    return (
+        bool(group.get("fused"))
+        and "decoupled_weight_decay" in group
+        and not (group["capturable"] or group["differentiable"])
+        and torch.Tensor not in map(type, numbers)
+    )
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _fits(weight: torch.Tensor) -> bool:

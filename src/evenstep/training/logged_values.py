@@ -87,7 +87,7 @@ class StepLogs:
     def means(self) -> dict[str, float]:
         """The mean of each name, over all that was counted; none of what no sample had."""
         if self._world.size == 1:
-            return means_of(self.own_pairs())
+            return means_of(self.own_pairs()) if self._own else {}
         return means_of({name: [self._sums[2 * index : 2 * index + 2]] for index, name in enumerate(self._sent_names)})
 
 

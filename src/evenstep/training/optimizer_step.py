@@ -14,13 +14,11 @@ from torch.optim import Optimizer
 from evenstep.checkpoint.shards import is_any_sharded
 from evenstep.distributed.world import World
 from evenstep.errors import TaskError
-from evenstep.private_apis import (
-    infinity_flags,
-)
-from evenstep.strategies.base import NOTHING, forget_gradients, update
+from evenstep.private_apis import infinity_flags
+from evenstep.strategies.base import NOTHING, forget_gradients, is_bare, update
 from evenstep.task import takes_model
 from evenstep.training.clipping import clip_gradients
-from evenstep.training.fused_optimizer import is_fused, start_momentum
+from evenstep.training.fused_optimizer import FusedAdam, is_fused, start_momentum
 from evenstep.training.precision import unscale, update_scale
 
 if TYPE_CHECKING:
@@ -58,6 +56,8 @@ class UpdateSettings:
     """Those that hold parts of one replica each."""
     whole: WholeUpdates | None = None
     """How sharded parameters are updated that the optimizer needs whole."""
+    adam: FusedAdam | None = None
+    """What takes the steps of a fused Adam sooner than torch."""
 
 
 def step_optimizer(optimizer: Optimizer, clip: float | None, settings: UpdateSettings) -> WeightUpdate:
@@ -70,7 +70,7 @@ def step_optimizer(optimizer: Optimizer, clip: float | None, settings: UpdateSet
     around = _same_on_shards(optimizer) if is_exact else NOTHING
     with around:
         if scaler is None:
-            _update(optimizer, settings.whole)
+            _update(optimizer, settings)
         elif settings.whole is None:
             scaler.step(optimizer)
         elif not any(flag.item() for flag in infinity_flags(scaler, optimizer)):
@@ -80,11 +80,11 @@ def step_optimizer(optimizer: Optimizer, clip: float | None, settings: UpdateSet
     return WeightUpdate(taken, norm)
 
 
-def _update(optimizer: Optimizer, whole: WholeUpdates | None) -> None:
-    if whole is None:
+def _update(optimizer: Optimizer, settings: UpdateSettings) -> None:
+    if settings.whole is not None:
+        settings.whole.step(optimizer)
+    elif settings.adam is None or not is_bare(optimizer) or not settings.adam.step(optimizer):
         update(optimizer)
-    else:
-        whole.step(optimizer)
 
 
 def _same_on_shards(optimizer: Optimizer) -> AbstractContextManager[Any]:

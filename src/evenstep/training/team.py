@@ -67,6 +67,7 @@ from evenstep.strategies.base import (
 from evenstep.strategy_facts import DEFAULT, DEFAULT_IN_ONE_PROCESS, REFERENCE, STRATEGIES, with_processes
 from evenstep.task import Amount
 from evenstep.training.evaluation import Evaluator, Means, NamedSums, named
+from evenstep.training.fused_optimizer import FusedAdam
 from evenstep.training.gradient_accumulation import ReplicaBackward, accumulate_gradients
 from evenstep.training.logged_values import StepLogs
 from evenstep.training.loss_amount import as_sum
@@ -91,7 +92,6 @@ class Refusals:
         self._world = world
         self._known: set[int] = set()
         self._trainable: dict[DistributedModel, list[bool]] = {}
-        self._checked: WeakKeyDictionary[torch.optim.Optimizer, WholeUpdates | None] = WeakKeyDictionary()
 
     def learn(self, model: DistributedModel) -> None:
         """Remember a wrapped model."""
@@ -123,12 +123,10 @@ class Refusals:
         model.follow_requires_grad()
 
     def refuse_optimizer(self, optimizer: torch.optim.Optimizer) -> WholeUpdates | None:
-        """Before each update: an optimizer over parameters of an unwrapped model would train nothing.
+        """Before its first update: an optimizer over parameters of an unwrapped model would train nothing.
 
         Returns how it updates sharded parameters that it needs whole. All ranks call this.
         """
-        if optimizer in self._checked:
-            return self._checked[optimizer]
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         if any(id(weight) not in self._known for weight in weights):
             raise TaskError(
@@ -136,8 +134,7 @@ class Refusals:
                 "returned:\nmodel = team.wrap(Net()); optimizer = Adam(model.parameters())"
             )
         refuse_closure(optimizer)
-        self._checked[optimizer] = sharded_updates(optimizer, self._world)
-        return self._checked[optimizer]
+        return sharded_updates(optimizer, self._world)
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -252,6 +249,7 @@ class Team:
         self.resumed_at = (0, 0)
         """The steps taken and the epoch of the checkpoint that was loaded."""
         self.requests = Requests()
+        self._settings: WeakKeyDictionary[torch.optim.Optimizer, UpdateSettings] = WeakKeyDictionary()
         self._refusals = Refusals(world)
         self.current: Batch | None = None
         """The batch of the last backward."""
@@ -275,6 +273,7 @@ class Team:
         if self.world.device.type == "cpu":
             keep_freed_memory()
         self._refusals = Refusals(self.world)
+        self._settings.clear()
         self.virtual_seeds = Seeds(self.seed, self.world, "dropout")
         return self
 
@@ -304,7 +303,20 @@ class Team:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that `step` could not use; `step` does so too, after the first backward."""
-        self._refusals.refuse_optimizer(optimizer)
+        self._settings_of(optimizer)
+
+    def _settings_of(self, optimizer: torch.optim.Optimizer) -> UpdateSettings:
+        found = self._settings.get(optimizer)
+        if found is None:
+            whole = self._refusals.refuse_optimizer(optimizer)
+            found = self._settings[optimizer] = UpdateSettings(
+                scaler=self.precision.scaler,
+                is_exact=self.world.num_virtual is not None,
+                ranks=self.world.model_ranks if self.world.ranks_per_replica > 1 else None,
+                whole=whole,
+                adam=FusedAdam(self.world.device) if self.world.device.type == "cpu" else None,
+            )
+        return found
 
     def loader(
         self,
@@ -499,13 +511,7 @@ class Team:
     def update(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> WeightUpdate:
         """The same, before another update in the same step."""
         self.world.spans.begin(UPDATE)
-        settings = UpdateSettings(
-            scaler=self.precision.scaler,
-            is_exact=self.world.num_virtual is not None,
-            ranks=self.world.model_ranks if self.world.ranks_per_replica > 1 else None,
-            whole=self._refusals.refuse_optimizer(optimizer),
-        )
-        return step_optimizer(optimizer, clip, settings)
+        return step_optimizer(optimizer, clip, self._settings_of(optimizer))
 
     def finish_batch(self) -> None:
         """The step of the current batch is taken."""

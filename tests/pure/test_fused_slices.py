@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from evenstep.training import fused_optimizer
+from evenstep.strategies.base import update
+from evenstep.training import fused_optimizer, optimizer_step
 from evenstep.training.fused_optimizer import MOST, FusedAdam, Sliced, cut, slice_length
+from evenstep.training.optimizer_step import UpdateSettings, step_optimizer
 
 CPU = torch.device("cpu")
 KINDS = {
@@ -117,6 +121,108 @@ def test_torch_takes_the_step_where_a_weight_has_no_gradient_and_after_a_change(
     assert quick.step(optimizer)
     assert float(optimizer.state[weights[0]]["step"]) == 5
     assert not FusedAdam(CPU).step(SGD(weights, fused=True))
+
+
+def other_tensors(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.ones_like(state["exp_avg"])
+
+
+def other_states(optimizer: Optimizer) -> None:
+    for weight, state in optimizer.state.items():
+        optimizer.state[weight] = {name: value + 1 for name, value in state.items()}
+
+
+def other_weights(optimizer: Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    group["params"] = group["params"][1:]
+
+
+def one_more_group(optimizer: Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    taken, group["params"] = group["params"][:1], group["params"][1:]
+    optimizer.add_param_group({"params": taken, "lr": 0.5})
+
+
+def loaded(optimizer: Optimizer) -> None:
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"].fill_(0.5)
+    optimizer.load_state_dict(saved)
+
+
+def no_gradient(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"][1].grad = None
+
+
+def option(**values: object) -> Callable[[Optimizer], None]:
+    return lambda optimizer: optimizer.param_groups[0].update(values)
+
+
+def hooked(optimizer: Optimizer) -> None:
+    def halve(optimizer: Optimizer, *_: object) -> None:
+        for weight in optimizer.param_groups[0]["params"]:
+            weight.grad /= 2
+
+    optimizer.register_step_pre_hook(halve)
+
+
+def own_step(optimizer: Optimizer) -> None:
+    inner = optimizer.step
+    optimizer.step = lambda: option(lr=0.5)(optimizer) or inner()
+
+
+CHANGES = {
+    "nothing": lambda optimizer: None,
+    "tensors of the state": other_tensors,
+    "the states": other_states,
+    "the weights": other_weights,
+    "a group more": one_more_group,
+    "a state that was saved": loaded,
+    "no gradient": no_gradient,
+    "a rate": option(lr=0.5),
+    "a rate as a tensor": option(lr=torch.tensor(0.5)),
+    "betas": option(betas=(0.5, 0.6)),
+    "decay": option(weight_decay=0.1),
+    "maximize": option(maximize=True),
+    "no fused kernel": option(fused=False),
+    "a hook": hooked,
+    "a step of its own": own_step,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["Adam", "amsgrad"])
+def test_a_change_between_two_steps_is_seen_in_the_next(kind: str, change: str) -> None:
+    one, other = made(), made()
+    ours, theirs = KINDS[kind](one), KINDS[kind](other)
+    settings = UpdateSettings(adam=FusedAdam(CPU))
+    for number in range(6):
+        for weight in (*one, *other):
+            weight.grad = torch.sin(weight.detach() * (number + 1))
+        if number == 3:
+            for optimizer in (ours, theirs):
+                CHANGES[change](optimizer)
+        step_optimizer(ours, None, settings)
+        theirs.step()
+    assert all(map(torch.equal, one, other))
+    assert all(map(torch.equal, held_by(ours), held_by(theirs)))
+
+
+@pytest.mark.parametrize(("kind", "is_quick"), [("Adam", True), ("amsgrad", True), ("AdamW", True), ("SGD", False)])
+def test_torch_is_not_called_for_a_step_that_needs_nothing_of_it(
+    kind: str, is_quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = made()
+    optimizer = KINDS[kind](weights)
+    settings = UpdateSettings(adam=FusedAdam(CPU))
+    calls: list[int] = []
+    monkeypatch.setattr(optimizer_step, "update", lambda optimizer: calls.append(1) or update(optimizer))
+    for _ in range(4):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        step_optimizer(optimizer, None, settings)
+    # The first step makes the state.
+    assert len(calls) == (1 if is_quick else 4)
 
 
 def test_lists_that_cannot_be_made_are_not_tried_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from evenstep.errors import BadInput
@@ -255,3 +258,33 @@ def test_the_end_of_a_long_record_is_found_from_its_end(num_torn: int) -> None:
     assert end_of_rows(file) == whole
     assert file.num_read <= num_torn + 2 * BLOCK_BYTES
     assert end_of_rows(io.BytesIO(b"x" * num_torn)) == 0
+
+
+class Version(str):
+    """As `torch.__version__` is."""
+
+
+@pytest.mark.parametrize("shown", ["été", "half of a pair: \ud800", Version("2.13"), "null", None])
+def test_whatever_json_writes_is_written_as_json_writes_it(shown: str | None, tmp_path: Path) -> None:
+    numbers = {
+        "loss": math.nan,
+        "rate": 1e-5,
+        "whole": 1e16,
+        "large": math.inf,
+        "count": 2**70,
+        "numpy": np.float64(0.1),
+    }
+    rows = [
+        replace(SUMMARY, shown=shown),
+        replace(SUMMARY, shown=shown, valid=numbers),
+        replace(EVALUATION, values=numbers),
+    ]
+    writer = RecordWriter(tmp_path, PLAN, MACHINE)
+    for row in rows:
+        writer.append(row)
+    writer.close()
+    lines = (tmp_path / FILE).read_text().splitlines()[1:]
+    for line, row in zip(lines, rows, strict=True):
+        found = json.loads(line)
+        assert line.startswith(f'{{"kind": "{type(row).__name__.lower()}", ')
+        assert json.dumps(found) == json.dumps({"kind": type(row).__name__.lower(), **vars(row)})

@@ -6,8 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from evenstep.data.loader import Batch
 from evenstep.distributed.heartbeat import INPUT
@@ -18,6 +17,10 @@ from evenstep.training.step import Stepper, Taken
 
 PEAKS_EVERY = 64
 """After as many steps, peak memory, which only grows, is read once per as many steps: reading it is not free."""
+
+
+Pending: TypeAlias = tuple[Taken, dict[str, Any], list[int]]
+"""A step whose loss is not known yet, the other fields of its row, and the samples for an audit."""
 
 
 class StepTaken(NamedTuple):
@@ -48,7 +51,7 @@ def train(
     """
     optimizer = next(iter(run.optimizers.values()))
     requests = run.team.requests
-    pending: deque[tuple[Taken, Callable[..., Step], list[int]]] = deque()
+    pending: deque[Pending] = deque()
     peaks = peak_bytes()
     try:
         while not is_done(run, plan):
@@ -60,10 +63,9 @@ def train(
                 is_last = ends or batch.is_epoch_end or waits_at(number)
                 if is_last or number < PEAKS_EVERY or number % PEAKS_EVERY == 0:
                     peaks = peak_bytes()
-                seconds, input_seconds = time.perf_counter() - started, arrived - started
-                begun = _begun_step(run, batch, number)
-                step = partial(begun, seconds=seconds, input_seconds=input_seconds, lr=lr, peak_bytes=peaks)
-                pending.append((taken, step, batch.ids.tolist() if plan.audit else []))
+                times = {"seconds": time.perf_counter() - started, "input_seconds": arrived - started}
+                fields = {**_begun_fields(run, batch, number), **times, "lr": lr, "peak_bytes": peaks}
+                pending.append((taken, fields, batch.ids.tolist() if plan.audit else []))
                 if stepper.lag and batch.is_epoch_end and not ends:
                     run.loader.prepare(batch.span.epoch + 1)
                 while len(pending) > (0 if is_last or requests.stop or requests.save else stepper.lag):
@@ -85,7 +87,7 @@ def is_done(run: Run, plan: Plan) -> bool:
     return run.loader.epoch >= plan.epochs
 
 
-def _rest(run: Run, pending: deque[tuple[Taken, Callable[..., Step], list[int]]]) -> Iterator[StepTaken]:
+def _rest(run: Run, pending: deque[Pending]) -> Iterator[StepTaken]:
     """The steps before one that failed, up to a loss that is not finite: from there on, no step changed the weights."""
     communication, requests = run.team.world.communication, run.team.requests
     before = communication.is_off, requests.agreed
@@ -103,16 +105,16 @@ def _rest(run: Run, pending: deque[tuple[Taken, Callable[..., Step], list[int]]]
         yield row._replace(is_rest=True)
 
 
-def _begun_step(run: Run, batch: Batch, number: int) -> partial[Step]:
-    """The fields of a Step that are known before its loss."""
+def _begun_fields(run: Run, batch: Batch, number: int) -> dict[str, int]:
+    """Those of a Step that depend on the batch."""
     epoch = batch.span.epoch
     length = run.loader.lengths.of(epoch) or 0
-    return partial(Step, step=number, epoch=epoch, samples=batch.num_samples, epoch_samples=length)
+    return {"step": number, "epoch": epoch, "samples": batch.num_samples, "epoch_samples": length}
 
 
-def _known(taken: Taken, step: Callable[..., Step], ids: list[int]) -> StepTaken:
+def _known(taken: Taken, fields: dict[str, Any], ids: list[int]) -> StepTaken:
     loss = taken.read()
-    row = step(loss=float(loss), count=loss.count, logged=loss.logged, grad_norm=loss.grad_norm)
+    row = Step(**fields, loss=float(loss), count=loss.count, logged=loss.logged, grad_norm=loss.grad_norm)
     return StepTaken(row, ids, loss.compute_seconds)
 
 

@@ -452,7 +452,9 @@ class Trainer:
         )
 
     def _messages(self) -> list[str]:
-        sources = [self.stepper.messages, *(model.notes for model in self.run.models.values())]
+        sources = [self.stepper.messages, *[model.notes for model in self.run.models.values()]]
+        if not any(sources):
+            return []
         messages = [message for source in sources for message in source]
         for source in sources:
             source.clear()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from evenstep.cli import app
@@ -68,3 +70,29 @@ def test_evaluate_lists_the_strategies() -> None:
     shown = in_one_line("evaluate")
     assert [name for name in STRATEGIES if not re.search(rf"\b{name}\b", shown)] == []
     assert "default: that of the run." in shown
+
+
+def option_infos(command: Any) -> dict[str, Any]:
+    """What `typer.Option` got, for each parameter of a command."""
+    parameters = inspect.signature(command.callback, eval_str=True).parameters if command.callback else {}
+    found = {
+        name: [what for what in get_args(one.annotation)[1:] if hasattr(what, "param_decls")]
+        for name, one in parameters.items()
+    }
+    return {name: infos[0] for name, infos in found.items() if infos and isinstance(infos[0], OptionInfo)}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_an_option_named_like_its_metavar_is_declared(words: tuple[str, ...]) -> None:
+    """Typer 0.27 makes `--NAME` of metavar="NAME" for a parameter `name`."""
+    undeclared = [
+        name
+        for name, info in option_infos(COMMANDS[words]).items()
+        # In an Annotated, the first declaration is where a default would be.
+        if not isinstance(info.default, str) and (info.metavar or "").lower() == name.replace("_", "-")
+    ]
+    assert undeclared == []
+
+
+def test_options_of_commands_are_seen_by_the_test_above() -> None:
+    assert {"name", "batch", "as_json"} <= option_infos(COMMANDS["train",]).keys()

@@ -49,7 +49,10 @@ def export(
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="TASK", help="The task, for hf, if it lies outside this folder.", autocompletion=complete_task
+            "--task",
+            metavar="TASK",
+            help="The task, for hf, if it lies outside this folder.",
+            autocompletion=complete_task,
         ),
     ] = None,
 ) -> None:

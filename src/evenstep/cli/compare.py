@@ -126,7 +126,8 @@ class CompareOptions:
         typer.Option(metavar="LOSS", help="With --links: loss to reach; default: what the first method reaches."),
     ] = None
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the comparison's folder; default: from date and task.")
+        str | None,
+        typer.Option("--name", metavar="NAME", help="Name of the comparison's folder; default: from date and task."),
     ] = None
     out: Annotated[
         str | None,

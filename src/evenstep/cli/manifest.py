@@ -72,9 +72,11 @@ DevicesOfEach = Annotated[
 ]
 JobName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Name of the job, and on Kubernetes also of the run; default: the task's."),
+    typer.Option(
+        "--name", metavar="NAME", help="Name of the job, and on Kubernetes also of the run; default: the task's."
+    ),
 ]
-Image = Annotated[str, typer.Option(metavar="IMAGE", help="Container image with evenstep and the task.")]
+Image = Annotated[str, typer.Option("--image", metavar="IMAGE", help="Container image with evenstep and the task.")]
 Volume = Annotated[
     str | None,
     typer.Option(

@@ -85,6 +85,7 @@ class PredictOptions:
     link: Annotated[
         list[str] | None,
         typer.Option(
+            "--link",
             metavar="LINK",
             help="Network between machines (25gbit) or within one (nvlink, nvlink-h100, pcie), or seconds of latency "
             "and bytes per second, such as 2e-5,3e9; repeat to give both.",
@@ -132,7 +133,9 @@ class PredictOptions:
     ] = None
     price: Annotated[
         float | None,
-        typer.Option(metavar="PRICE", min=0, help="Price of one device per hour: adds the cost of an epoch."),
+        typer.Option(
+            "--price", metavar="PRICE", min=0, help="Price of one device per hour: adds the cost of an epoch."
+        ),
     ] = None
     hours_between_failures: Annotated[
         float | None,

@@ -38,7 +38,12 @@ def report(
     port: Annotated[
         int,
         typer.Option(
-            metavar="PORT", help="Port of the live page; default: any free port.", show_default=False, min=0, max=65535
+            "--port",
+            metavar="PORT",
+            help="Port of the live page; default: any free port.",
+            show_default=False,
+            min=0,
+            max=65535,
         ),
     ] = 0,
     to: Annotated[

@@ -162,7 +162,9 @@ class TrainOptions:
     name: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Name of the run folder, runs/NAME; default: from date, task, options and strategy."
+            "--name",
+            metavar="NAME",
+            help="Name of the run folder, runs/NAME; default: from date, task, options and strategy.",
         ),
     ] = None
     out: Annotated[

@@ -141,6 +141,7 @@ class TuneOptions:
     name: Annotated[
         str | None,
         typer.Option(
+            "--name",
             metavar="NAME",
             help="Name of the study's folder; default: the task and the options that are given, such as "
             "my_task-depth=3-tune. The same command continues it.",

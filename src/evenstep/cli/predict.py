@@ -387,9 +387,8 @@ def _is_run(target: str) -> bool:
     where = Path(target)
     if os.path.isfile(where):
         return where.suffix == ".jsonl"
-    has_records = any(where.glob(f"{FILE}")) or any(where.glob(f"*/{FILE}"))
     # A folder may have the name of a built-in task; any other without a Record is an error that says so.
-    return os.path.isdir(where) and (has_records or target not in BUILT_IN)
+    return os.path.isdir(where) and (target not in BUILT_IN or any(where.glob(FILE)) or any(where.glob(f"*/{FILE}")))
 
 
 def _read(target: str) -> list[Record]:

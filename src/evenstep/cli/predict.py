@@ -375,10 +375,11 @@ def _number(text: str | None) -> int | None:
     """A number of parameters: 25.6M, 7B, 110000000."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMB]?)", text.strip(), re.IGNORECASE)
-    if not found or not float(found[1]):
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMB]?)", text.strip(), re.IGNORECASE)
+    number = round(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[found[2].upper()]) if found else 0
+    if not number:
         raise BadInput(f"--parameters is {shorten(repr(text))}; write a number such as 25.6M or 7B")
-    return round(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[found[2].upper()])
+    return number
 
 
 def _is_run(target: str) -> bool:

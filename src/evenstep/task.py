@@ -43,6 +43,8 @@ TaskFunction: TypeAlias = "Callable[..., Task]"
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
+MAX_LINE = 80
+"""Characters of a source line in a message."""
 NO_GROUP = "process group has not been initialized"
 """Part of torch's error."""
 WITHOUT_GROUP = (
@@ -436,7 +438,8 @@ def describe(error: BaseException, prefer: str | None = None) -> str:
     """One line: what was raised and the line of the user's own code that raised it."""
     what = f"{type(error).__name__}: {error}".strip().rstrip(":").replace("\n", " ")
     if isinstance(error, SyntaxError):
-        return what
+        line = shorten((error.text or "").strip(), MAX_LINE)
+        return f"{what}: {line}" if line else what
     if NO_GROUP in what:
         what = f"{what} {WITHOUT_GROUP}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -132,7 +132,16 @@ def test_without_a_folder_the_default_of_the_parameter_called_data_stands() -> N
         ),
         ("def task(): return make(7)", "my_task:", "'my_task:' names no function; choose from my_task:task"),
         ("", "digits:", "no task called 'digits:'; did you mean digits? Built in are digits, mnist, "),
-        ("def task(:\n  pass", "my_task.py", "my_task.py cannot be imported: SyntaxError: .* (my_task.py, line 10)"),
+        (
+            "def task(:\n  pass",
+            "my_task.py",
+            "my_task.py cannot be imported: SyntaxError: .* (my_task.py, line 10): def task(:",
+        ),
+        (
+            "x = (1, # " + "a" * 500,
+            "my_task.py",
+            "was never closed (my_task.py, line 10): x = (1, # aaaaaaa.* ... aaaaaa",
+        ),
         ("import nowhere", "my_task.py", "my_task.py cannot be imported: ModuleNotFoundError: .*/my_task.py:10)"),
         ("\n\n1 / 0", "my_task.py", "my_task.py cannot be imported: ZeroDivisionError: .*/my_task.py:12)"),
         ("import sys; sys.exit(0)", "my_task.py", "my_task.py cannot be imported: SystemExit: 0 .*/my_task.py:10)"),

@@ -338,6 +338,11 @@ def test_what_ranks_read_is_compared(told: dict[str, str], way: str, said: str) 
     assert told[way].startswith(said)
 
 
+def test_random_data_is_to_be_made_after_the_join(told: dict[str, str]) -> None:
+    cure = "Make random data after evenstep.join(), which seeds all ranks alike, or seed it. In a custom loop, use"
+    assert cure in told["other data"]
+
+
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found in a loop that looks at its batches itself."""

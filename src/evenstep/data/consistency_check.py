@@ -123,7 +123,8 @@ _OTHER_STREAM = (
 )
 _OTHER_DATA = (
     "rank {rank} has different data than rank 0: the same sample differs between them.\n"
-    f"Were files listed in a different order (sort them), or was a split drawn without a seed? {_IF_INTENDED}"
+    "Were files listed in a different order (sort them), or was a split drawn without a seed? Make random data after "
+    f"evenstep.join(), which seeds all ranks alike, or seed it. {_IF_INTENDED}"
 )
 
 

@@ -247,6 +247,14 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.destroy_process_group()
 """
+SPAWNS = """
+import torch.multiprocessing as mp
+
+def train(rank): ...
+
+if __name__ == "__main__":
+    mp.spawn(train, nprocs=1)
+"""
 ONLY_A_TASK = """
 import evenstep
 
@@ -269,3 +277,17 @@ def test_a_warning_names_a_script_that_trains_a_model_in_each_process(text: str,
     done = started("evenstep", "run", "--devices", "2", "script.py")
     assert warning in done.stderr
     assert ("warning" in done.stderr) == bool(warning)
+
+
+@pytest.mark.parametrize(("devices", "num_lines"), [("2", 1), ("1", 0)])
+def test_a_warning_names_the_line_of_a_script_that_starts_processes_in_each_process(
+    devices: str, num_lines: int
+) -> None:
+    Path("script.py").write_text(SPAWNS)
+    done = started("evenstep", "run", "--devices", devices, "script.py")
+    warning = (
+        "warning: script.py starts its own processes (line 7: mp.spawn), here in each of the 2; run it with python "
+        "script.py, or call train(...) there, with the rank from the environment variable RANK, and evenstep starts "
+        "the processes"
+    )
+    assert done.stderr.splitlines() == [warning] * num_lines

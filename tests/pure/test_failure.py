@@ -11,7 +11,7 @@ import pytest
 from evenstep.distributed.heartbeat import BACKWARD, FORWARD, HeartbeatState
 from evenstep.errors import BadInput, Preempted, Stalled, WorkerFailed
 from evenstep.launcher.failure import Cause, cause, report
-from evenstep.launcher.script import old_flag
+from evenstep.launcher.script import find_spawn, old_flag
 from evenstep.worker.main import write_report
 
 FORWARD_7, BACKWARD_7 = HeartbeatState(9, 7, FORWARD, 0), HeartbeatState(9, 7, BACKWARD, 0)
@@ -94,3 +94,31 @@ def test_exit_codes_mean_something() -> None:
 def test_an_old_script_is_told_its_rank_in_the_spelling_that_it_knows(declared: str, flag: str | None) -> None:
     assert old_flag(declared) == flag
     assert old_flag(declared, ["--local_rank=1"]) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch.multiprocessing as mp\n\nmp.spawn(train, args=(2,))", (3, "mp.spawn", "train")),
+        ("from torch import multiprocessing\nmultiprocessing.spawn(fn=a.b)", (2, "multiprocessing.spawn", "a.b")),
+        ("from torch.multiprocessing import spawn\nspawn(lambda rank: 1)", (2, "spawn", "")),
+        ("from torch.multiprocessing import start_processes as go\ngo(train)", (2, "go", "train")),
+        ("from torch.multiprocessing.spawn import spawn\nspawn()", (2, "spawn", "")),
+        ("def main():\n import torch as t\n t.multiprocessing.spawn(f)", (3, "t.multiprocessing.spawn", "f")),
+        (
+            "import torch.multiprocessing, os\nos.environ['RANK'] = '0'\ntorch.multiprocessing.start_processes(f)",
+            (3, "torch.multiprocessing.start_processes", "f"),
+        ),
+        ("import multiprocessing as mp\nmp.spawn(train)", None),
+        ("import torch.multiprocessing as mp\nmp.Process(target=train).start()", None),
+        ("from .multiprocessing import spawn\nspawn(train)", None),
+        ("import torch.multiprocessing as mp\nif 'RANK' not in os.environ:\n mp.spawn(train)", None),
+        ("import torch.multiprocessing as mp\nos.environ['LOCAL_RANK']\nmp.spawn(train)", None),
+        ("import torch.multiprocessing as mp\nos.environ.get('RANK', 0)\nmp.spawn(train)", None),
+        ("spawn(train)", None),
+        ("this is not python", None),
+    ],
+)
+def test_a_script_that_starts_its_own_processes_is_recognised(source: str, found: tuple[int, str, str] | None) -> None:
+    call = find_spawn(source)
+    assert (call and (call.line, call.name, call.function)) == found

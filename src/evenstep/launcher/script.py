@@ -34,6 +34,12 @@ from evenstep.worker.main import ALONE, ProgramSpec, run_function, run_program
 SPELLINGS = ("--local-rank", "--local_rank")
 DECLARE = ("add_argument", "option")
 """The calls that declare an option in argparse and click."""
+SPAWNS = frozenset(
+    f"torch.multiprocessing.{module}{name}" for module in ("", "spawn.") for name in ("spawn", "start_processes")
+)
+"""The functions of torch that start processes, by the names they can be imported by."""
+RANK_VARIABLES = ("RANK", "LOCAL_RANK")
+"""What a script reads if it expects a launcher."""
 IN_RUNS = "omit it: each rank's output is in a folder below runs/, or below that of --out"
 SEARCHED = "omit it, and search each rank's output for these words, in a folder below runs/, or below that of --out"
 NOT_OURS = {
@@ -186,7 +192,88 @@ def run_script(script: Script, out: str | None = None, hint: str = "") -> None:
         restarts=script.restarts,
         stall_after=script.stall_after,
     )
-    _watch(Supervisor(launch, rendezvous), hint, lambda: _unused(script, launch.folder))
+    lines = [f"in evenstep's words: {hint}"] if hint else []
+    _watch(Supervisor(launch, rendezvous), [*lines, *_spawning(script)], lambda: _unused(script, launch.folder))
+
+
+def _spawning(script: Script) -> list[str]:
+    """A warning of a script of which each process starts its own: they would wait for each other without a word."""
+    if script.num == 1 or script.is_module:
+        return []
+    call = find_spawn(Path(script.name).read_text(errors="replace"))
+    if call is None:
+        return []
+    where = f"line {call.line}: {shorten(call.name)}"
+    function = f"{shorten(call.function)}(...)" if call.function else "the function"
+    return [
+        f"warning: {script.name} starts its own processes ({where}), here in each of the {script.num}; "
+        f"run it with python {script.name}, or call {function} there, with the rank from the environment variable "
+        "RANK, and evenstep starts the processes"
+    ]
+
+
+@dataclass(frozen=True)
+class SpawnCall:
+    """Where a script starts processes through torch.multiprocessing."""
+
+    line: int
+    name: str
+    """As the script calls it."""
+    function: str
+    """What runs in the processes; empty if it has no name."""
+
+
+def find_spawn(source: str) -> SpawnCall | None:
+    """The first call of torch.multiprocessing.spawn or start_processes, unless the script also reads a launcher's rank.
+
+    >>> find_spawn("import torch.multiprocessing as mp\\nmp.spawn(train, nprocs=2)")
+    SpawnCall(line=2, name='mp.spawn', function='train')
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return None
+    imported = _imported(nodes)
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _full_name(node.func, imported) in SPAWNS]
+    # Scripts that can be started either way spawn only without a launcher.
+    if not calls or any(map(_reads_rank, nodes)):
+        return None
+    first = min(calls, key=lambda call: call.lineno)
+    target = next((word.value for word in first.keywords if word.arg == "fn"), first.args[0] if first.args else None)
+    function = ast.unparse(target) if isinstance(target, ast.Name | ast.Attribute) else ""
+    return SpawnCall(first.lineno, ast.unparse(first.func), function)
+
+
+def _imported(nodes: Sequence[ast.AST]) -> dict[str, str]:
+    """The names that imports bind, with what they stand for."""
+    names = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                names[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _full_name(node: ast.expr, imported: dict[str, str]) -> str:
+    """The imported name that an expression such as mp.spawn stands for; empty if there is none."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id, "")
+    base = _full_name(node.value, imported) if isinstance(node, ast.Attribute) else ""
+    return f"{base}.{node.attr}" if isinstance(node, ast.Attribute) and base else ""
+
+
+def _reads_rank(node: ast.AST) -> bool:
+    """Whether it is os.environ["RANK"], os.environ.get("RANK"), os.getenv("RANK") or "RANK" in os.environ."""
+    if isinstance(node, ast.Subscript):
+        words = [node.slice] if isinstance(node.ctx, ast.Load) else []
+    elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("get", "getenv"):
+        words = node.args[:1]
+    else:
+        words = [node.left] if isinstance(node, ast.Compare) else []
+    return any(isinstance(word, ast.Constant) and word.value in RANK_VARIABLES for word in words)
 
 
 def _unused(script: Script, folder: Path) -> str:
@@ -315,10 +402,10 @@ def old_flag(source: str, arguments: Sequence[str] = ()) -> str | None:
     return next((flag for flag in SPELLINGS if flag in known), None)
 
 
-def _watch(supervisor: Supervisor, hint: str = "", at_end: Callable[[], str] = str) -> None:
+def _watch(supervisor: Supervisor, at_start: Sequence[str] = (), at_end: Callable[[], str] = str) -> None:
     with Progress(None, is_bare=True) as shown:
-        if hint:
-            shown.log(f"in evenstep's words: {hint}")
+        for line in at_start:
+            shown.log(line)
         for event in supervisor.events():
             shown.show(event)
         if last := at_end():

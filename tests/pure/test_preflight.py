@@ -131,6 +131,21 @@ def test_what_a_step_and_an_evaluation_can_compute_is_trained(train: Callable[..
             "Task.scheduler is an instance of ConstantLR, and every process makes its own; "
             "write scheduler=lambda optimizer: ConstantLR(optimizer, ...)\n",
         ),
+        (
+            "loss=nn.MSELoss()",
+            "Task.loss is nn.MSELoss, and the loss is called as loss(model, batch); "
+            "write loss=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1])\n",
+        ),
+        (
+            "loss=nn.KLDivLoss",
+            "Task.loss is nn.KLDivLoss, and the loss is called as loss(model, batch); "
+            "write loss=lambda model, batch: nn.KLDivLoss(...)(model(batch[0]), batch[1])\n",
+        ),
+        (
+            "loss=F.cross_entropy",
+            "Task.loss is nn.functional.cross_entropy, and the loss is called as loss(model, batch); "
+            "write loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])\n",
+        ),
         ("model=lambda: nn.Linear('4', 2)", "the model cannot be built: TypeError: "),
         ("augment=lambda sample, generator: 1 / 0", "sample 0 cannot be augmented: ZeroDivisionError: division by"),
         ("augment_batch=lambda batch, draws: 1 / 0", "augment_batch cannot be computed: ZeroDivisionError: division"),

@@ -218,6 +218,17 @@ def _batch_for_two(plan: Plan, lengths: Lengths) -> int | None:
     return None
 
 
+FUNCTIONAL_LOSSES = {
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "CrossEntropyLoss": "cross_entropy",
+    "HuberLoss": "huber_loss",
+    "L1Loss": "l1_loss",
+    "MSELoss": "mse_loss",
+    "NLLLoss": "nll_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+}
+"""The functions of torch.nn.functional that compute what these modules do."""
 MADE_BY_TASK = (
     ("model", nn.Module, ""),
     ("optimizer", torch.optim.Optimizer, "parameters"),
@@ -316,6 +327,7 @@ def _check_makers(task: Task) -> None:
                 f"Task.{field} is an instance of {name}, and every process makes its own; "
                 f"write {field}={f'lambda {argument}'.rstrip()}: {name}({arguments})"
             )
+    _check_loss(task.loss)
     if not callable(task.model):
         raise TaskError(
             f"Task.model is a {type(task.model).__name__}; give a function that makes the model: model=lambda: Net()"
@@ -325,6 +337,24 @@ def _check_makers(task: Task) -> None:
             f"Task.metrics is a {type(task.metrics).__name__}; give a function that returns one: "
             'metrics=lambda model, batch: {"accuracy": model(batch[0]).argmax(1) == batch[1]}'
         )
+
+
+def _check_loss(loss: object) -> None:
+    """Refuse a loss of torch, which takes outputs and targets."""
+    kind = type(loss) if isinstance(loss, nn.Module) else loss
+    name = getattr(kind, "__name__", "")
+    where = getattr(kind, "__module__", None)
+    if where == "torch.nn.modules.loss":
+        given = f"nn.{name}"
+        function = f"nn.functional.{FUNCTIONAL_LOSSES[name]}" if name in FUNCTIONAL_LOSSES else f"nn.{name}(...)"
+    elif where == "torch.nn.functional":
+        given = function = f"nn.functional.{name}"
+    else:
+        return
+    raise TaskError(
+        f"Task.loss is {given}, and the loss is called as loss(model, batch); "
+        f"write loss=lambda model, batch: {function}(model(batch[0]), batch[1])"
+    )
 
 
 def _skeleton(task: Task) -> nn.Module | None:

@@ -286,6 +286,26 @@ def test_a_loss_that_one_sample_breaks_is_foreseen(train: Callable[..., Ended]) 
     assert "; the last step of an epoch (1 sample) leaves one sample for a device" in ended.err
 
 
+@pytest.mark.parametrize("data", ["(x, y)", "Flow()"])
+def test_a_loss_that_works_on_a_whole_batch_alone_is_explained(train: Callable[..., Ended], data: str) -> None:
+    ended = train(f"loss=lambda model, batch: model(batch[0]).view(10).mean(), train={data}")
+    assert ended.code == 2
+    assert "shape '[10]' is invalid for input of size 8 " in ended.err
+    assert ended.err.endswith(
+        "; tried on 4 samples, and it works on 5:\n"
+        "a loss must work for any number of samples, since the last batch may be smaller\n"
+    )
+
+
+def test_the_samples_of_a_loss_that_never_works_are_counted(train: Callable[..., Ended]) -> None:
+    ended = train("loss=lambda model, batch: model(batch[0]).view(7).mean(), train=(x[:3], y[:3]), batch=3")
+    assert ended.err.endswith("; tried on 3 samples\n")
+    ended = train("metrics=lambda model, batch: 1 / 0, valid=(x[:1], y[:1])")
+    assert ended.err.endswith("; tried on 1 sample\n")
+    ended = train("model=lambda: nn.Linear('4', 2)")
+    assert "tried on" not in ended.err
+
+
 def test_a_run_that_ends_before_the_short_step_is_trained(evenstep: Callable[..., Ended]) -> None:
     Path("my_task.py").write_text(TASK.replace("PARTS", NORMED))
     assert evenstep("train", "my_task.py", "--batch", "19", "--steps", "1").code == 0

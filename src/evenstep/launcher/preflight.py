@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +45,9 @@ from evenstep.training.sync_batchnorm import is_local
 from evenstep.training.team import refuse_lazy
 from evenstep.worker.lazy_compiler import put_off_compiler
 
+OF_LOSS = "the loss cannot be computed"
+MAX_TRIED = 1024
+"""A larger batch is not tried to explain an error."""
 NEEDS_TWO = "Expected more than 1 value per channel"
 """Part of BatchNorm's error for one sample."""
 
@@ -66,10 +69,20 @@ def sample_batch(source: Source | Stream, transform: SampleTransform, most: int 
     return SampleBatch(source.fetch(ids, ids, transform), ids)
 
 
+def whole_batch(source: Source | Stream, transform: SampleTransform, batch: int) -> SampleBatch:
+    """The first samples, as many as a step has."""
+    if isinstance(source, Stream):
+        return SampleBatch(*source.first(batch, transform))
+    ids = np.arange(min(batch, source.num_samples), dtype=np.int64)
+    return SampleBatch(source.fetch(ids, ids, transform), ids)
+
+
 class DryRun:
     """A step and an evaluation of a temporary model on the CPU; refuses only what cannot work."""
 
-    def __init__(self, plan: Plan, task: Task) -> None:
+    def __init__(self, plan: Plan, task: Task, whole: Callable[[], SampleBatch] | None = None) -> None:
+        """`whole` reads the samples of a whole step: whether these work is part of the message for fewer."""
+        self._whole = whole
         self._plan = plan
         self._task = task
         self._world = World(0, 1, (torch.device("cpu"),))
@@ -77,6 +90,8 @@ class DryRun:
         self._model: nn.Module | None = None
         self._fault = ""
         """The message if the next call fails."""
+        self._num_tried = 0
+        """On how many samples."""
 
     def check(self, train: SampleBatch | None, valid: Mapping[str, SampleBatch]) -> None:
         with self._refusing():
@@ -110,16 +125,17 @@ class DryRun:
                 raise PlanError(_too_few_for_batchnorm(plan, lengths)) from error
 
     def _step(self, model: nn.Module, few: SampleBatch) -> None:
-        data = map_tensors(few.data, self._precision.fit_tensor)
+        data, self._num_tried = map_tensors(few.data, self._precision.fit_tensor), len(few.ids)
         if self._task.augment_batch is not None:
             self._fault = "augment_batch cannot be computed"
             data = self._task.augment_batch(data, Draws(few.ids, self._plan.seed, 0, self._world.device))
-        self._fault = "the loss cannot be computed"
+        self._fault = OF_LOSS
         LossTotal(self._world, 1).take(self._task.loss(model, data), MicroBatch(data, few.ids[:0], 1))
 
     def _evaluate(self, model: nn.Module, few: SampleBatch) -> list[str]:
         """The names of the values that an evaluation of these samples has."""
         task, data = self._task, map_tensors(few.data, self._precision.fit_tensor)
+        self._num_tried = len(few.ids)
         self._fault = "the loss of the valid data cannot be computed"
         found = Evaluator()(getattr(task.loss, "evaluated", task.loss), model, data)
         losses = found if isinstance(found, Mapping) else {"loss": found}
@@ -177,7 +193,25 @@ class DryRun:
                 return
             if "valid" in self._fault and (task.augment is not None or task.augment_batch is not None):
                 hint = "; augment and augment_batch change training samples alone"
-            raise TaskError(f"{self._fault}: {describe(error)}{hint}") from error
+            what = f"{self._fault}: {describe(error)}"
+            raise TaskError(f"{what}{hint or self._tried()}") from error
+
+    def _tried(self) -> str:
+        """On how many samples it was tried, and whether that is why it failed."""
+        num, whole = self._num_tried, self._whole
+        if num == 0:
+            return ""
+        tried = f"; tried on {num} sample{'s' * (num > 1)}"
+        if self._model is None or whole is None or self._fault != OF_LOSS or self._plan.batch > MAX_TRIED:
+            return tried
+        try:
+            self._step(self._model, whole())
+        except Exception:
+            return tried
+        return (
+            f"{tried}, and it works on {self._num_tried}:\n"
+            "a loss must work for any number of samples, since the last batch may be smaller"
+        )
 
 
 def _where_alone(plan: Plan, lengths: Lengths) -> str:
@@ -262,7 +296,7 @@ def probe(plan: Plan, task: Task, train: AdaptedData, valid: Mapping[str, Adapte
     few = sample_batch(source, transform)
     # A larger model is tested by the workers.
     if skeleton is None or num_parameters <= SMALL_ENOUGH:
-        dry_run = DryRun(plan, task)
+        dry_run = DryRun(plan, task, lambda: whole_batch(source, transform, plan.batch))
         dry_run.check(few, _few_of_each(plan, valid))
         if min(map(plan.smallest_micro_batch, plan.batch_sizes(lengths))) == 1:
             dry_run.check_alone(sample_batch(source, transform, most=1), lengths)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,7 @@ from torch.optim import lr_scheduler
 
 import evenstep
 from evenstep import Task
-from evenstep.errors import CheckpointError
+from evenstep.errors import CheckpointError, PlanError
 
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 SCHEDULERS = {
@@ -121,3 +124,30 @@ def test_the_users_own_random_numbers_are_left_alone() -> None:
     torch.manual_seed(5)
     train(make(), steps=2)
     assert torch.equal(torch.rand(3), expected)
+
+
+FILE = """
+import torch
+from torch import nn
+from evenstep import Task
+
+
+def task() -> Task:
+    return Task(
+        model=lambda: nn.Linear(4, 2),
+        train=torch.ones(64, 4),
+        loss=lambda model, batch: model(batch).mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch=16,
+    )
+"""
+
+
+def test_a_repeated_command_is_continued_and_another_one_is_refused() -> None:
+    Path("my_task.py").write_text(FILE)
+    again = partial(evenstep.train, "my_task.py", progress=False, name="mine", resume="auto")
+    assert len(again(epochs=1).steps) == 4
+    assert len(again(epochs=1).steps) == 4
+    with pytest.raises(PlanError, match=r"mine was not begun with --batch 8 --epochs 3, and .*\n.* --resume runs/mine"):
+        again(epochs=3, batch=8)
+    assert len(again(epochs=1, batch=16).steps) == 4

@@ -120,6 +120,7 @@ def test_a_signal_is_passed_on_to_a_script(number: signal.Signals, code: int, kn
     assert process.returncode == (0 if knows else code), said
     assert ("I know" in out) == knows
     assert "checkpoint" not in said
+    assert ("press Ctrl-C again" if number == signal.SIGINT else f"sent {number.name} to the script") in said
 
 
 LOOP = """

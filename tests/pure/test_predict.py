@@ -301,6 +301,16 @@ def test_a_comparison_says_what_twice_as_many_devices_would_give() -> None:
     assert expectation([measured_record("single", 1, 0.010, "cpu"), measured_record("ddp", 2, 0.006, "cpu")]) == []
 
 
+def test_efficiency_is_that_of_the_same_measured_device_in_every_row() -> None:
+    # A second Record of one device says that steps vary by a third.
+    records = [measured_record("single", 1, one) for one in (0.010, 0.015, 0.010)] + [measured_record("ddp", 2, 0.006)]
+    rows = Forecaster(calibrate(records), Question(devices=[4], links=[parse_link("nvlink")])).forecast().rows
+    assert any(not row.is_measured for row in rows)
+    for row in rows:
+        rate = row.samples_per_second.middle
+        assert row.efficiency == pytest.approx(rate / row.devices / (64 / 0.010))
+
+
 def test_another_gpu_lies_between_what_arithmetic_and_what_memory_would_give() -> None:
     calibration = calibrate([measured_record("single", 1, 0.010)], parameters=1_000_000)
     rates = {}

@@ -28,7 +28,7 @@ from evenstep.checkpoint import files, integrity
 from evenstep.data.prefetch import explain_worker_death
 from evenstep.distributed.devices import count_processes, share_threads, threads_for_replicas
 from evenstep.distributed.worker_process import read_rank, worker_spec
-from evenstep.errors import BadInput, CheckpointError, EvenstepError, PlanError, Preempted, TrainingError
+from evenstep.errors import BadInput, CheckpointError, EvenstepError, PlanError, Preempted, TrainingError, shorten
 from evenstep.launcher.failure import cause, report, stopped_where
 from evenstep.launcher.hang import FIRST_SECONDS, LEAST_SECONDS, exit_on_stall
 from evenstep.launcher.logs import with_trace
@@ -176,6 +176,7 @@ def _begun(source: Source, chosen: Mapping[str, Any], continues: bool) -> Prepar
     folder = Path(chosen.get("out") or RUNS) / str(chosen.get("name", ""))
     if not continues or not os.path.isfile(folder / "plan.json"):
         return None
+    _refuse_changes(read_plan(folder), chosen, folder)
     prepared = prepare_from_plan(read_plan(folder), source, chosen)
     plan = prepared.plan
     try:
@@ -185,6 +186,22 @@ def _begun(source: Source, chosen: Mapping[str, Any], continues: bool) -> Prepar
     num_steps = plan.num_steps(prepared.lengths, *files.start_of(str(resume)))
     notes = [*notes, f"continuing from {resume.name} of {folder}"]
     return replace(prepared, plan=replace(plan, resume=str(resume)), num_steps=num_steps, notes=notes)
+
+
+REPEATED = ("strategy", "batch", "epochs", "steps", "accumulate", "precision", "seed")
+"""Choices that a run keeps when its command is repeated."""
+
+
+def _refuse_changes(plan: Plan, chosen: Mapping[str, Any], folder: Path) -> None:
+    """A command that is repeated with other choices would train as the first one said, and not say so."""
+    given = {name: chosen[name] for name in REPEATED if chosen.get(name) is not None}
+    changed = [f"--{name} {value}" for name, value in given.items() if value != getattr(plan, name)]
+    if changed:
+        where = shorten(str(folder))
+        raise PlanError(
+            f"{where} was not begun with {' '.join(changed)}, and --resume {CONTINUE} repeats its command;\n"
+            f"to change it, resume into another run: evenstep train --resume {where} {' '.join(changed)}"
+        )
 
 
 def train(task: str | TaskFunction | Task, *, progress: bool = True, quiet: bool = False, **choices: Any) -> Record:

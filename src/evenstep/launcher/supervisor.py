@@ -301,6 +301,10 @@ class Attempt:
         if self._launch.is_program and number is not None:
             # The program has its own handlers.
             self._workers.send(number)
+            if number == signal.SIGINT:
+                yield "stopping the script; press Ctrl-C again to stop at once"
+            else:
+                yield f"sent {signal.Signals(number).name} to the script; waiting until it ends"
             return
         if not self._launch.saves:
             self._workers.kill()

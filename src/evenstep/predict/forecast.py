@@ -140,7 +140,10 @@ class Forecaster:
                 if why:
                     left_out[f"{strategy.name} x {devices}"] = why
                 else:
-                    rows.append(self.predict(strategy, devices, self._cluster(devices, at)))
+                    row = self.predict(strategy, devices, self._cluster(devices, at))
+                    # Of what one device was measured to do, as that of the measured rows.
+                    rate = row.samples_per_second.middle
+                    rows.append(replace(row, efficiency=rate / devices / self._measured_rate_of_one))
         divided = [row for row in rows if not row.is_measured and STRATEGIES[row.strategy].model_axis is not None]
         return Forecast(
             task=self.task,
@@ -246,8 +249,7 @@ class Forecaster:
     def expectation(self, strategy: StrategyFacts, devices: int) -> Expectation:
         """What N devices give, beside one."""
         row = self.forecast_one(strategy, devices)
-        alone = [one.rate for one in self.calibration.observed if one.devices == 1 and one.samples == self._batch(1)]
-        single = median(alone or [self._rate_of_one])
+        single = self._measured_rate_of_one
         rate, knee = row.samples_per_second, self._knee(strategy)
         times = Range(middle=rate.middle / single, low=rate.low / single, high=rate.high / single)
         limit = knee.limit if knee.devices else row.limit
@@ -325,6 +327,12 @@ class Forecaster:
     @cached_property
     def _single(self) -> StepParts:
         return self._parts(STRATEGIES[REFERENCE], 1, self._cluster(1, 0))
+
+    @cached_property
+    def _measured_rate_of_one(self) -> float:
+        """That of the batch in question; of another GPU or batch, what is predicted."""
+        alone = [one.rate for one in self.calibration.observed if one.devices == 1 and one.samples == self._batch(1)]
+        return median(alone) if alone and not self.question.gpu else self._rate_of_one
 
     @cached_property
     def _rate_of_one(self) -> float:

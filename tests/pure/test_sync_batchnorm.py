@@ -58,3 +58,16 @@ def test_every_strategy_says_that_a_device_normalizes_its_share(
     ended = command("train", "my_task.py", "--strategy", strategy, "--devices", "cpu,cpu")
     assert ended.code == 0
     assert f"BatchNorm uses each device's share of a batch; {cure} makes it the same as on one device" in ended.err
+
+
+@pytest.mark.parametrize(("rate", "more", "is_said"), [(0.1, (), True), (0.0, (), False), (0.1, (2,), False)])
+def test_masks_that_differ_between_devices_are_said_to(
+    rate: float, more: tuple[int, ...], is_said: bool, evenstep: Callable[..., Ended]
+) -> None:
+    layers = f"nn.Sequential(nn.Dropout({rate}), "
+    Path("my_task.py").write_text(NORMED.replace("nn.Sequential(", layers))
+    flags = [word for number in more for word in ("--virtual-replicas", str(number))]
+    ended = evenstep("train", "my_task.py", "--strategy", "dp", "--devices", "cpu,cpu", *flags)
+    assert ended.code == 0
+    said = "dropout draws another mask on each device; --virtual-replicas 2 gives one result on any number of devices"
+    assert (said in ended.err) == is_said

@@ -77,6 +77,7 @@ FADED = 1e-3
 """Of the first learning rate: a smaller part of it after one epoch of several is a mistake."""
 
 LOCAL_NORM = "BatchNorm uses each device's share of a batch; {} makes it the same as on one device"
+OWN_MASKS = "dropout draws another mask on each device; --virtual-replicas {} gives one result on any number of devices"
 
 Event = Row | str
 """What a trainer yields: rows of the Record, and lines to log."""
@@ -161,6 +162,9 @@ class Trainer:
         """Load what the plan resumes from; returns lines to log about it and about the model."""
         is_shared = self.plan.most_devices > 1 and self.plan.virtual_replicas is None
         notes = [self._about_norm()] if is_shared and is_local(self._model.module) else []
+        replicas = self.team.world.num_replicas
+        if is_shared and replicas > 1 and self.team.facts.model_axis is None and _has_dropout(self._model.module):
+            notes.append(OWN_MASKS.format(replicas))
         # What an adopted task does not do.
         notes += getattr(self.task, "left_out", ())
         if self.plan.virtual_replicas is not None:
@@ -760,6 +764,12 @@ class Trainer:
             best=self.best.best,
             stopped=self.stopped,
         )
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Whether a layer drops anything."""
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    return any(isinstance(layer, kinds) and layer.p > 0 for layer in model.modules())
 
 
 def perform(

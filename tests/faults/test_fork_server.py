@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 
@@ -54,7 +55,8 @@ def test_killed_again_while_it_starts_it_is_started_once_more(undisturbed: Calla
     nothing_is_left(seconds=2)
     ended = Ended(launcher.returncode, out, err)
     assert ended.code == 0, ended.err
-    assert "restart 2 of 3, from step-00000006" in ended.err
+    # The ranks may have saved once more before the second kill.
+    assert re.search(r"restart 2 of 3, from step-0000000[69]", ended.err), ended.err
     assert says_nothing_of_python(ended), ended.err
     assert is_exact(undisturbed)
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from evenstep.launcher.huge_pages import huge_page_variables
 from tests import forker
 from tests.forker import Imports, receive, send
 
@@ -139,12 +140,15 @@ def server_with(variables: Mapping[str, str]) -> Server | None:
 
 
 def variables_of(given: Mapping[str, Any]) -> dict[str, str]:
-    return dict(os.environ if given["env"] is None else given["env"])
+    """Those of the command; malloc's too, with which a new Python may start itself again."""
+    variables = dict(os.environ if given["env"] is None else given["env"])
+    return {**variables, **huge_page_variables(variables)}
 
 
 def start_server(threads: str | None) -> Server:
     first = _first_variables or os.environ
     variables = {name: value for name, value in first.items() if name != "OMP_NUM_THREADS"}
+    variables |= huge_page_variables(variables)
     if threads is not None:
         variables["OMP_NUM_THREADS"] = threads
     ours, theirs = socket.socketpair()

@@ -9,11 +9,13 @@ from typing import NoReturn
 
 from evenstep.errors import STOPPED, Preempted
 from evenstep.launcher.fork_server import ensure_resource_tracker, start_server_for
+from evenstep.launcher.huge_pages import start_again_for
 from evenstep.private_apis import run_exit_handlers
 
 
 def main() -> None:
     """Start what takes longest first, then read the command line."""
+    start_again_for(sys.argv[1:])
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _stop)

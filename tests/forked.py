@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from evenstep.launcher.huge_pages import huge_page_variables
+from evenstep.distributed.huge_pages import huge_page_variables
 from tests import forker
 from tests.forker import Imports, receive, send
 

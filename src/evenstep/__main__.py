@@ -7,9 +7,9 @@ import threading
 from types import FrameType
 from typing import NoReturn
 
+from evenstep.distributed.huge_pages import start_again_for
 from evenstep.errors import STOPPED, Preempted
 from evenstep.launcher.fork_server import ensure_resource_tracker, start_server_for
-from evenstep.launcher.huge_pages import start_again_for
 from evenstep.private_apis import run_exit_handlers
 
 

@@ -52,7 +52,7 @@ def comparable(found: str, folder: Path) -> dict[str, Any]:
     """Without the numbers that the kernel gives each process, and what each draws."""
     found = re.sub(r"(?<=:\[)[0-9]+(?=\])|0x[0-9a-f]+", "", found.replace(str(folder), "FOLDER"))
     values: dict[str, Any] = json.loads(found)
-    for name in ("EVENSTEP_RUN", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
+    for name in ("EVENSTEP_RUN", "GLIBC_TUNABLES", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
         values["environment"].pop(name, None)
     # Not those of scikit-learn and SciPy, which are loaded before a rank knows how many threads it has.
     values["computing threads"] = [counts[:-1] for counts in values["computing threads"]]

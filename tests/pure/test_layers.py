@@ -89,7 +89,7 @@ MAY_IMPORT = {
         "tune",
         "fit",
     },
-    "__main__": {"cli", "errors", "private_apis", "launcher"},
+    "__main__": {"cli", "distributed", "errors", "private_apis", "launcher"},
     # Names that are found when first asked for.
     "__init__": {*VALUES, "sampling", "data", "checkpoint", "training", "launcher", "adopt"},
 }

@@ -14,10 +14,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from evenstep.distributed.huge_pages import huge_pages_later
 from evenstep.distributed.temporary_folders import make_socket_folder
 from evenstep.distributed.worker_process import signal_name
 from evenstep.errors import WorkerFailed
-from evenstep.launcher.huge_pages import huge_page_variables
 from evenstep.launcher.variables import (
     changed_variables,
     launcher_variables,
@@ -45,7 +45,7 @@ def start_server(more: Sequence[str] = ()) -> None:
     make_socket_folder()
     multiprocessing.set_forkserver_preload(["evenstep.worker.preload", *more])
     ensure_resource_tracker()
-    with token_hidden(), hidden_main(), changed_variables(huge_page_variables()):
+    with token_hidden(), hidden_main(), huge_pages_later() as variables, changed_variables(variables):
         forkserver.ensure_running()
 
 

@@ -30,6 +30,7 @@ from evenstep.data.prefetch import explain_worker_death, is_worker_death
 from evenstep.distributed import devices
 from evenstep.distributed.devices import return_to_default_stream
 from evenstep.distributed.heartbeat import BACKWARD, BUILDING, COMPARING, ENDING, EVALUATING, FORWARD, SAVING
+from evenstep.distributed.huge_pages import use_huge_pages
 from evenstep.distributed.preemption import SIGNALS
 from evenstep.early_stopping import BestSoFar
 from evenstep.errors import BadInput, Preempted, TaskError, TrainingError
@@ -780,6 +781,7 @@ def perform(
     In a folder that already has a Record, the run continues it. SIGTERM, SIGUSR1, SIGHUP and `more_signals` request a
     stop: all ranks agree on a step, save there, and raise Preempted. `make` makes another kind of Trainer.
     """
+    use_huge_pages()
     set_up_torch(plan)
     team = join_team(
         *(plan.strategy, plan.devices, plan.precision, plan.seed),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from evenstep.distributed.heartbeat import ENDING, LOADING
+from evenstep.distributed.huge_pages import use_huge_pages
 from evenstep.distributed.preemption import catch_early_signals
 from evenstep.distributed.worker_process import (
     WorkerSpec,
@@ -142,6 +143,7 @@ def _run(spec: WorkerSpec, what: Callable[[], None]) -> None:
     if "torch" in sys.modules:
         free_group_after_reducer()
     unblock_signals()
+    use_huge_pages()
     try:
         what()
     except SystemExit as request:
